@@ -197,12 +197,12 @@ class BenchOptions:
         Raises:
             ValueError: an option cannot be read; the message names it.
         """
-        found = {
+        values = {
             name: READ[name](value) if name in READ else value
             for name, value in vars(self).items()
             if value is not None and name not in ("output", "rows")
         }
-        return {"peer_pythons" if name == "peer_python" else name: x for name, x in found.items()}
+        return {"peer_pythons" if name == "peer_python" else name: x for name, x in values.items()}
 
     def run(self, name: str) -> None:
         """Run a benchmark, and print what it found.

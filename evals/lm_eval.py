@@ -451,8 +451,8 @@ def _rendered(tokenizer: Any, messages: Sequence[Message], prompt: bool) -> str:
     if prompt:
         return text
     last = str(messages[-1]["content"]).strip()
-    head, found, _ = text.rpartition(last)
-    if not found:
+    head, separator, _ = text.rpartition(last)
+    if not separator:
         raise ChatTemplateMissing("this chat template changes the last message, which is to go on")
     return head + last
 

@@ -76,8 +76,8 @@ def eviction_ms(
 
     def read() -> float:
         spent.clear()
-        place = torch.arange(cache.seen, cache.seen + size, device=ids.device)
-        loop.read(ids[:, place % ids.shape[1]])
+        positions = torch.arange(cache.seen, cache.seen + size, device=ids.device)
+        loop.read(ids[:, positions % ids.shape[1]])
         return sum(spent) * 1000
 
     read()

@@ -25,7 +25,7 @@ from kvcap.runtime.cache.cache import BudgetCache
 class Probe(Policy):
     """A policy that records what every layer observes, and never evicts."""
 
-    found: list[Observation] = field(default_factory=list)  # observations in the order of layers
+    observed: list[Observation] = field(default_factory=list)  # observations in the order of layers
 
     observes: ClassVar = frozenset({"keys", "values", "positions", "queries", "output_projection"})
     evicts: ClassVar = False
@@ -41,7 +41,7 @@ class Probe(Policy):
         projection = obs.output_projection
         if projection is not None:
             obs = replace(obs, output_projection=projection.detach())
-        self.found.append(obs)
+        self.observed.append(obs)
         return {"probe": obs.state["probe"]}
 
     def score(self, obs: Observation) -> Tensor:
@@ -64,7 +64,7 @@ def capture(model: Any, ids: Tensor, projections: bool = True) -> list[Observati
     probe, length = (Probe if projections else PlainProbe)(), ids.shape[1]
     cache = BudgetCache(model.config, length, length, Eviction(probe), positions="true")
     BlockLoop(model, cache, graphs=False).read(ids)  # a replayed graph would not call the probe
-    return probe.found
+    return probe.observed
 
 
 def pocket_layers(texts: int, tokens: int) -> Iterator[list[Observation]]:

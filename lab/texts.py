@@ -51,7 +51,7 @@ class Text:
         self.ids = torch.tensor([[*ids]], device=model.device)  # [1, n]
         self.pieces = list(pieces)
         self.positions = positions
-        """Says which positions policies keep; chosen by the runtime when first asked for."""
+        """Says how kept tokens are numbered; the runtime chooses it when first read."""
         self.projections = True
         """Says whether `layers` have output projections."""
         self._kept: dict[tuple[Any, ...], list[Tensor]] = {}
@@ -116,10 +116,10 @@ class Text:
         ids = self.ids[:, :tokens]
         length = ids.shape[1]
         block = min(block, length)
-        asked = policy, budget, block, length
-        if asked not in self._kept:
-            self._kept[asked] = self._read(policy, budget, block, dict(options or {}), ids)
-        return self._kept[asked]
+        key = policy, budget, block, length
+        if key not in self._kept:
+            self._kept[key] = self._read(policy, budget, block, dict(options or {}), ids)
+        return self._kept[key]
 
     def _read(
         self, policy: str, budget: int, block: int, options: dict[str, Any], ids: Tensor
@@ -144,8 +144,8 @@ class Text:
             heads = layer.segments[0].layer_heads
             kept = torch.zeros(heads, length, dtype=torch.bool)
             for s in layer.segments:
-                places = s.positions[0].long().cpu()
-                kept[s.head : s.head + s.heads].scatter_(1, places, True)
+                positions = s.positions[0].long().cpu()
+                kept[s.head : s.head + s.heads].scatter_(1, positions, True)
             held.append(kept)
         return held
 

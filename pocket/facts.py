@@ -110,11 +110,11 @@ _MIX = ("thing",) * 5 + ("person",) * 3 + ("place",) * 2 + ("own", "coined", "ma
 
 def facts(rng: Random, count: int, kind: str | None = None) -> list[Fact]:
     """Return ``count`` facts with distinct keys, of one of :data:`KINDS` or of all mixed."""
-    found: dict[str, Fact] = {}
-    while len(found) < count:
+    by_key: dict[str, Fact] = {}
+    while len(by_key) < count:
         fact = KINDS[kind or pick(rng, _MIX)](rng)
-        found.setdefault(fact.key.lower(), fact)
-    return list(found.values())
+        by_key.setdefault(fact.key.lower(), fact)
+    return list(by_key.values())
 
 
 def similar(rng: Random, count: int) -> list[Fact]:

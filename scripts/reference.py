@@ -24,7 +24,7 @@ class Reference(Extension):
         ):
             list_fields(obj)
         if obj.docstring is not None:
-            text = EXAMPLE.sub(lambda found: f"```pycon\n{found[0]}\n```", obj.docstring.value)
+            text = EXAMPLE.sub(lambda match: f"```pycon\n{match[0]}\n```", obj.docstring.value)
             obj.docstring.value = text.replace("  # doctest: +SKIP", "")
 
 
@@ -45,6 +45,6 @@ def list_fields(cls: Class) -> None:
 
 def described(field: Attribute) -> str:
     """Return the comment behind a field, or its name in words, beginning as a sentence."""
-    found = COMMENT.search(field.lines[-1]) if field.lines else None
-    text = found[1] if found else field.name.replace("_", " ")
+    match = COMMENT.search(field.lines[-1]) if field.lines else None
+    text = match[1] if match else field.name.replace("_", " ")
     return text[:1].upper() + text[1:]

@@ -25,7 +25,15 @@ from statistics import median
 from typing import Any
 
 from kvcap.evals.bench import BenchmarkOptions, Result
-from kvcap.evals.peers.process import PEERS, STARTERS, Process, cores, first_piece
+from kvcap.evals.peers.process import (
+    MAIN,
+    PEERS,
+    STARTERS,
+    Process,
+    cores,
+    first_piece,
+    same_imports,
+)
 from kvcap.evals.random_models import SHAPES, directory
 from kvcap.evals.reports import device_name, versions
 from kvcap.runtime.backends.llamacpp.rank import DEFAULT
@@ -76,18 +84,18 @@ def run(options: BenchmarkOptions) -> Result:
         ours = _ours(options, model, weights, backend)
         for work, n, tokens in works:
             shared = {"threads": threads, "context": n + tokens + 1, "files": str(options.files)}
-            asked = {name: _peer(options, model, name, weights) for name in options.vs}
-            asked = {"kvcap": ours, **asked}
+            programs = {name: _peer(options, model, name, weights) for name in options.vs}
+            programs = {"kvcap": ours, **programs}
             with ExitStack() as stack:
                 all_ = {
                     name: stack.enter_context(
                         Process(name, options.peer_pythons.get(name), {**settings, **shared})
                     )
-                    for name, settings in asked.items()
+                    for name, settings in programs.items()
                 }
                 if work == "start":  # the loaded programs only report their versions
                     stack.close()
-                    turns, share = _starts(asked, shared, options, n), None
+                    turns, share = _starts(programs, shared, options, n), None
                 else:
                     turns = _by_turns(all_, work, n, tokens, options.repeats)
                     share = all_["kvcap"].turn(work, n, tokens, 0, evictions=True)["share"]
@@ -109,7 +117,7 @@ def run(options: BenchmarkOptions) -> Result:
             for name in options.vs or (None,):
                 other = {
                     "peer": name,
-                    "peer_weights": name and asked[name]["weights"],
+                    "peer_weights": name and programs[name]["weights"],
                     **_beside(turns, name, work, n),
                 }
                 about: dict[str, Any] = {"versions": {**versions(), **all_["kvcap"].versions}}
@@ -151,7 +159,7 @@ def _by_turns(
 
 
 def _starts(
-    asked: Mapping[str, Mapping[str, Any]],
+    programs: Mapping[str, Mapping[str, Any]],
     shared: Mapping[str, Any],
     options: BenchmarkOptions,
     words: int,
@@ -160,9 +168,9 @@ def _starts(
     random = options.model in SHAPES  # a random model's tokens are words
     text = " ".join(f"t{3 + i}" if random else "the" for i in range(words))
     prompt = {"text": text, "ids": list(range(3, 3 + words))}
-    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in asked}
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in programs}
     for turn in range(options.repeats + 1):
-        for name, settings in asked.items():
+        for name, settings in programs.items():
             python = options.peer_pythons.get(name)
             took = first_piece(name, python, {**settings, **shared, **prompt})
             if turn:
@@ -290,10 +298,8 @@ def exported(model: str, files: Path, settings: Mapping[str, str]) -> Path:
     if not out.exists():
         print(f"kvcap: exporting {out.name} ...", file=sys.stderr, flush=True)
         command = ["export", "decoder", model, *(x for pair in settings.items() for x in pair)]
-        path = [place for place in sys.path if place]
-        code = f"import sys; sys.path[:] = {path!r}; from kvcap.cli import main; main()"
         done = subprocess.run(
-            [sys.executable, "-c", code, *command, "--quick", "--out", str(out)],
+            [sys.executable, "-c", same_imports() + MAIN, *command, "--quick", "--out", str(out)],
             capture_output=True,
             text=True,
             check=False,

@@ -80,20 +80,20 @@ def run(options: BenchmarkOptions) -> Result:
     works = list(_works(options))
     options.files.mkdir(parents=True, exist_ok=True)
     file = options.files / "equal-bytes.jsonl"
-    found = read_rows(file)
+    by_work = read_rows(file)
     try:
         for done, work in enumerate(works):
-            if work not in found:
+            if work not in by_work:
                 row = {**measured(work), "device": device_name("cpu", work.threads)}
                 row["versions"] |= versions()
                 with file.open("a", encoding="utf-8") as out:
                     out.write(json.dumps(row) + "\n")
-                found[work] = row
+                by_work[work] = row
                 line = f"{done + 1} of {len(works)}: {work.row}, {work.side}, {work.cells}"
                 print(f"kvcap: {line}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print("kvcap: stopped; the same command goes on from here", file=sys.stderr, flush=True)
-    rows = [found[work] for work in works if work in found]
+    rows = [by_work[work] for work in works if work in by_work]
     _check_alike(rows)
     facts = {"model": Path(works[0].model).name, "budget": works[0].budget}
     return Result("equal-bytes", COLUMNS, _table(rows), {**facts, "kv_bytes": works[0].kv_bytes})

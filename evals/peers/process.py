@@ -1,4 +1,4 @@
-"""Starts the programs of this folder, each in an interpreter of its own, and asks for turns."""
+"""Starts the programs of this folder, each in an interpreter of its own, and has them measure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ START = (
     "module = importlib.import_module('{package}.{module}'); module.{function}()"
 )
 PINNED = "import os; hasattr(os, 'sched_setaffinity') and os.sched_setaffinity(0, {cpus!r}); "
-COMMAND = "import sys; sys.path[:] = {path!r}; from kvcap.cli import main; main()"
+MAIN = "from kvcap.cli import main; main()"  # kvcap's command line
 WAIT = "GOMP_SPINCOUNT"  # the variable by which kvcap's commands let OpenMP's threads sleep
 PIECES = 8  # tokens that a started command writes, so that it still runs after the first one
 
@@ -73,7 +73,7 @@ class Process:
                 f"its environment, --peer-python {name}=PATH"
             ) from error
         try:
-            answer = self._asked({**settings, "cpus": cores(int(threads))})
+            answer = self._exchange({**settings, "cpus": cores(int(threads))})
             if (missing := answer.get("missing")) is not None:
                 raise ExtraMissing(
                     f"{name} needs the package {missing}, which {self.python} lacks; run: "
@@ -93,9 +93,10 @@ class Process:
         Raises:
             PeerFailed: the program ended.
         """
-        return self._asked({"work": work, "n": n, "tokens": tokens, "seed": seed, **more})
+        return self._exchange({"work": work, "n": n, "tokens": tokens, "seed": seed, **more})
 
-    def _asked(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _exchange(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request to the program; return its reply."""
         child = self._child
         assert child.stdin is not None
         assert child.stdout is not None
@@ -128,6 +129,12 @@ class Process:
         self.close()
 
 
+def same_imports() -> str:
+    """Return code that has a new process of this interpreter import what this process can."""
+    path = [folder for folder in sys.path if folder]  # '' would let files beside it come first
+    return f"import sys; sys.path[:] = {path!r}; "
+
+
 def first_piece(name: str, python: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Start a program of `STARTERS`, and end it once it has printed the first piece of its answer.
 
@@ -148,8 +155,7 @@ def first_piece(name: str, python: str | None, settings: Mapping[str, Any]) -> d
     """
     threads = settings["threads"]
     if name == "kvcap":
-        path = [place for place in sys.path if place]
-        code, arguments = COMMAND.format(path=path), _generate(settings)
+        code, arguments = same_imports() + MAIN, _generate(settings)
     else:
         code, arguments = _code(name, python, "start"), [json.dumps(settings)]
     command = [python or sys.executable, "-c", PINNED.format(cpus=cores(threads)) + code]
@@ -220,7 +226,7 @@ def _environment(name: str, python: str | None, threads: int) -> dict[str, str]:
 def _code(name: str, python: str | None, function: str) -> str:
     """Return the code that runs a function of a program's module."""
     # The same interpreter can import what this process can; another one only its own packages.
-    path = [str(FOLDER.parent), *(place for place in sys.path if place and python is None)]
+    path = [str(FOLDER.parent), *(folder for folder in sys.path if folder and python is None)]
     module = PROGRAMS[name][0]
     return START.format(path=path, package=FOLDER.name, module=module, function=function)
 

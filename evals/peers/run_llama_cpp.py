@@ -63,15 +63,15 @@ class Native:
 
         from kvcap.evals.peers.llama_versions import described
 
-        places = -(-settings["context"] // PIECE) * PIECE
-        self.plain = PeerContext(_file(settings), places, settings["threads"])
+        cells = -(-settings["context"] // PIECE) * PIECE
+        self.plain = PeerContext(_file(settings), cells, settings["threads"])
         library, calls, model = self.plain.library, self.plain.calls, self.plain.model.pointer
         self.numpy, self.calls = numpy, calls
         self.libraries = {**described(library.file), "llama.cpp": library.label}
         self.vocabulary = self.plain.model.vocabulary
         size = calls.llama_model_n_embd(model) // calls.llama_model_n_head(model)
         slot = 2 * 2 * calls.llama_model_n_head_kv(model) * size * calls.llama_model_n_layer(model)
-        self.kv_bytes = slot * places  # an upper bound if layers slide
+        self.kv_bytes = slot * cells  # an upper bound if layers slide
         self.filled = self.token = 0
 
     def fill(self, ids: list[int]) -> None:

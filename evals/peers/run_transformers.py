@@ -68,10 +68,10 @@ class Growing:
         self._read([self.token])
 
     def _read(self, ids: list[int]) -> None:
-        place = self.torch.arange(self.seen, self.seen + len(ids))
+        positions = self.torch.arange(self.seen, self.seen + len(ids))
         out = self.model(
             self.torch.tensor([ids]),
-            position_ids=place[None],
+            position_ids=positions[None],
             **{self.cache_name: self.cache},
             use_cache=True,
             logits_to_keep=1,

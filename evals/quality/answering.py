@@ -93,8 +93,8 @@ def measure(
     limit = answer_limit(runtime.tokenizer, setting, (sample for sample, _ in prompts))
     scores, start = [0.0] * len(prompts), time.perf_counter()
     recall = recall_of(runtime.tokenizer, setting.recall, setting.budget or 0)
-    for places in batches([parts for _, parts in prompts], 1 if recall else batch):
-        some = [prompts[i] for i in places]
+    for indices in batches([parts for _, parts in prompts], 1 if recall else batch):
+        some = [prompts[i] for i in indices]
         if recall:
             some = [split_at_question(runtime.tokenizer, recall, prompt) for prompt in some]
         rows = zip(*(parts for _, parts in some), strict=True)
@@ -107,8 +107,8 @@ def measure(
         else:
             replies = answer(model, cache, parts, limit, ends, recall)
             texts = [runtime.tokenizer.decode(row, skip_special_tokens=True) for row in replies]
-            values = [task.score(prompts[i][0], t) for i, t in zip(places, texts, strict=True)]
-        for i, score in zip(places, values, strict=True):
+            values = [task.score(prompts[i][0], t) for i, t in zip(indices, texts, strict=True)]
+        for i, score in zip(indices, values, strict=True):
             scores[i] = score
     seconds = time.perf_counter() - start
     unit = UNITS[unit_of(task)]
@@ -197,21 +197,21 @@ def split_at_question(tokenizer: Any, recall: Recall, prompt: Prompt) -> Prompt:
     if len(parts) > 1:
         return prompt
     ids = [int(token) for token in parts[0]]
-    place = recall.place(ids, 0, answer_start(tokenizer, sample, ids))
-    return sample, (ids[:place], ids[place:])
+    split = recall.place(ids, 0, answer_start(tokenizer, sample, ids))
+    return sample, (ids[:split], ids[split:])
 
 
 def with_recalled(loop: BlockLoop, recall: Recall, parts: Sequence[Tensor]) -> list[Tensor]:
     """Read a prompt up to its question; return the parts to read then, recalled text first."""
-    whole, cache, place = torch.cat(list(parts), dim=1), loop.cache, parts[0].shape[1]
+    whole, cache, split = torch.cat(list(parts), dim=1), loop.cache, parts[0].shape[1]
     ids = whole[0].tolist()
-    if not place:
+    if not split:
         return [whole]
     cache.regions.set_repeated(recall.dialogue.repeated_replies(ids))
-    loop.prefill(whole[:, :place])
+    loop.prefill(whole[:, :split])
     recall.begin(0)
-    recalled = recall.insert(cache, ids[place:], ids[:place], place)
-    return [torch.tensor([[*recalled, *ids[place:]]], device=whole.device)]
+    recalled = recall.insert(cache, ids[split:], ids[:split], split)
+    return [torch.tensor([[*recalled, *ids[split:]]], device=whole.device)]
 
 
 @torch.inference_mode()

@@ -50,8 +50,8 @@ class Setting:
     recall: int = 0  # most tokens of evicted text that are read again before a question
 
     @property
-    def asked(self) -> str:
-        """Return a label of how the model is asked: 'question-aware', 'context-only', or ''."""
+    def asking(self) -> str:
+        """Return a label of how the question is put: 'question-aware', 'context-only', or ''."""
         return ASKED[self.question] if self.question else ""
 
     @property

@@ -34,7 +34,7 @@ ANSWER_TOKENS = 32
 
 @dataclass(frozen=True)
 class Question:
-    """A question that is asked at the end, with its answer."""
+    """A question at the end of the demo, with its answer."""
 
     question: str
     expected: str
@@ -125,11 +125,11 @@ class Demo:
             self._say(f"Please remember: {fact.key} is {fact.value}.", limit)
         self._read(on_progress)
         recalled = self._ask_with_recall() if self._recalls else []
-        asked = []
+        questions = []
         for fact in self._order:
-            asked.append(self._ask(fact))
-            on_answer(asked[-1])
-        return self._report(asked, recalled, time.perf_counter() - start)
+            questions.append(self._ask(fact))
+            on_answer(questions[-1])
+        return self._report(questions, recalled, time.perf_counter() - start)
 
     def _ask_with_recall(self) -> list[Question]:
         """Ask all questions with recall, and go back to before them."""
@@ -168,9 +168,13 @@ class Demo:
 
     def _ask(self, fact: Fact) -> Question:
         answer = self._say(fact.question, ANSWER_TOKENS).strip()
-        found = has_word(answer, fact.value)
+        has_value = has_word(answer, fact.value)
         return Question(
-            fact.question, fact.answer, answer, found, found and names_no_other(answer, fact)
+            fact.question,
+            fact.answer,
+            answer,
+            has_value,
+            has_value and names_no_other(answer, fact),
         )
 
     def _say(self, text: str, limit: int) -> str:
@@ -178,21 +182,21 @@ class Demo:
         return "".join(self.session.send(text))
 
     def _report(
-        self, asked: list[Question], recalled: list[Question], seconds: float
+        self, questions: list[Question], recalled: list[Question], seconds: float
     ) -> DemoReport:
         runtime, stats = self.runtime, self.session.stats
         names = ("policy", "budget_tokens", "held_tokens", "waiting_tokens", "evicted_tokens")
         sizes = ("bytes", "cap_bytes", "peak_bytes")
         return DemoReport(
             model=runtime.name,
-            recall=sum(q.right for q in asked) / len(asked),
+            recall=sum(q.right for q in questions) / len(questions),
             tokens=stats.seen_tokens,
             filler_tokens=self.read,
             seconds=round(seconds, 2),
             positions=runtime.plan.positions,
             seed=self.seed,
             kv={name: getattr(stats, name) for name in (*names, *sizes)},
-            questions=asked,
+            questions=questions,
             recalled=recalled,
             environment=_environment(runtime),
         )

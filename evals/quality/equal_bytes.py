@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from kvcap.evals.peers.llama_versions import described
+from kvcap.evals.peers.process import same_imports
 from kvcap.evals.peers.serve import peak
 from kvcap.evals.quality.tasks import (
     Sample,
@@ -50,7 +51,6 @@ EVERY = 4  # of so many samples there is one text, and one chat
 TURNS = 20  # of a chat: by turns a fact and other text
 TEXT_TURN = 250  # about the tokens of other text in a turn
 REPLY, ANSWER, DECODED = 16, 32, 32  # tokens
-COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import main; main()"
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,8 @@ def measured(work: SideWork) -> dict[str, Any]:
     Raises:
         PeerFailed: the process ended before.
     """
-    path = [place for place in sys.path if place]
     done = subprocess.run(
-        [sys.executable, "-c", COMMAND.format(path=path, module=__name__)],
+        [sys.executable, "-c", f"{same_imports()}from {__name__} import main; main()"],
         input=json.dumps(asdict(work)),
         capture_output=True,
         text=True,
@@ -128,20 +127,20 @@ def main() -> None:
     """Read a work from stdin, and print its figures as a line of JSON."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that output of libraries does not mix with the answer
-    found = figures(SideWork.of(json.load(sys.stdin)))
-    print(json.dumps(found), file=answers, flush=True)
+    result = figures(SideWork.of(json.load(sys.stdin)))
+    print(json.dumps(result), file=answers, flush=True)
 
 
 def figures(work: SideWork) -> dict[str, Any]:
-    """Load the model, and return what the work asks for."""
+    """Load the model, and return the figures of the work."""
     before = process_bytes()
     runtime = _runtime(work)
     session = runtime.session(seed=0)
     how = {PERPLEXITY: _perplexity, CHAT: _chat, TIME: _time}.get(work.row, _answers)
-    found = how(work, session)
+    scores = how(work, session)
     library = runtime.gguf.library
     return {
-        **found,
+        **scores,
         "slots": session.loop.cache.budget,
         "held_bytes": session.cache.nbytes,
         "recall": session.recall.limit,
@@ -187,8 +186,8 @@ def _perplexity(work: SideWork, session: Session) -> dict[str, Any]:
     for sample in texts:
         session.loop.cache.reset()
         ids = np.array(sample.ids, np.int64)[None]
-        found = losses(session.loop, [ids[:, :start], ids[:, start:]])  # type: ignore[arg-type]
-        scores.append(float(found.mean()))
+        token_losses = losses(session.loop, [ids[:, :start], ids[:, start:]])  # type: ignore[arg-type]
+        scores.append(float(token_losses.mean()))
     prompts = [sample.ids or () for sample in texts]
     return {"unit": "perplexity", "scores": scores, "digest": _digest(prompts)}
 
@@ -240,8 +239,8 @@ def _chat(work: SideWork, session: Session) -> dict[str, Any]:
                 text += f"\n\n{next(paragraphs)}"
             say(text, REPLY)
             needless += bool(session.turn and session.turn.recalled_tokens)
-        asked = rng.sample(facts, len(facts))
-        scores += [float(has_word(say(fact.question, ANSWER), fact.value)) for fact in asked]
+        shuffled = rng.sample(facts, len(facts))
+        scores += [float(has_word(say(fact.question, ANSWER), fact.value)) for fact in shuffled]
         session.clear()
     prompts = [session.encode(text) for text in said]
     return {
@@ -274,9 +273,9 @@ def _time(work: SideWork, session: Session) -> dict[str, Any]:
 
 def read_rows(file: Path) -> dict[SideWork, dict[str, Any]]:
     """Return the rows of a file by their work; a last line that is cut is left out."""
-    found: dict[SideWork, dict[str, Any]] = {}
+    rows: dict[SideWork, dict[str, Any]] = {}
     lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
     for line in lines:
         row = json.loads(line)
-        found[SideWork.of(row)] = row
-    return found
+        rows[SideWork.of(row)] = row
+    return rows

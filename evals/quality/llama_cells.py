@@ -148,15 +148,15 @@ def answer(
 
 def with_recalled(loop: LlamaLoop, recall: Recall, parts: Sequence[Ids]) -> list[Ids]:
     """Read a prompt up to its question; return the parts to read then, recalled text first."""
-    whole, place = np.concatenate(list(parts), axis=1), parts[0].shape[1]
+    whole, split = np.concatenate(list(parts), axis=1), parts[0].shape[1]
     ids = whole[0].tolist()
-    if not place:
+    if not split:
         return [whole]
     loop.cache.regions.set_repeated(recall.dialogue.repeated_replies(ids))
-    loop.prefill(whole[:, :place])
+    loop.prefill(whole[:, :split])
     recall.begin(0)
-    recalled = recall.insert(loop.cache, ids[place:], ids[:place], place)
-    return [np.array([[*recalled, *ids[place:]]])]
+    recalled = recall.insert(loop.cache, ids[split:], ids[:split], split)
+    return [np.array([[*recalled, *ids[split:]]])]
 
 
 def losses(loop: LlamaLoop, parts: Sequence[Ids]) -> NDArray[np.float64]:
@@ -165,7 +165,7 @@ def losses(loop: LlamaLoop, parts: Sequence[Ids]) -> NDArray[np.float64]:
     Tokens are read block by block: each sees the slots held before its block, and the block up to
     itself.
     """
-    whole, found = np.concatenate(list(parts), axis=1), list[NDArray[np.float64]]()
+    whole, block_losses = np.concatenate(list(parts), axis=1), list[NDArray[np.float64]]()
     done = sum(part.shape[1] for part in parts[:-1])
     if done:
         loop.prefill(whole[:, :done])
@@ -175,6 +175,6 @@ def losses(loop: LlamaLoop, parts: Sequence[Ids]) -> NDArray[np.float64]:
         logits = loop.read_every(block)[0, : len(after)].astype(np.float64)
         top = logits.max(-1)
         total = top + np.log(np.exp(logits - top[:, None]).sum(-1))
-        found.append(total - logits[np.arange(len(after)), after])
+        block_losses.append(total - logits[np.arange(len(after)), after])
         done += block.shape[1]
-    return np.concatenate(found)
+    return np.concatenate(block_losses)

@@ -85,10 +85,10 @@ def rouge_l(reply: str, answer: str) -> float:
 
     got, expected = _sentences(reply), _sentences(answer)
     common = {
-        words[place]
+        words[index]
         for reference in expected
         for words in got
-        for place in lcs_ind(words, reference)
+        for index in lcs_ind(words, reference)
     }
     if not common:
         return 0.0
@@ -127,11 +127,11 @@ def classification(reply: str, answers: Answers, classes: Sequence[str] = ()) ->
 
 
 def _classification(reply: str, answer: str, classes: Sequence[str]) -> float:
-    named, place = [name for name in classes if name in reply], 0
-    while place < len(named):
-        if named[place] in answer and named[place] != answer:
-            named.remove(named[place])
-        place += 1
+    named, index = [name for name in classes if name in reply], 0
+    while index < len(named):
+        if named[index] in answer and named[index] != answer:
+            named.remove(named[index])
+        index += 1
     return 1 / len(named) if answer in named else 0.0
 
 
@@ -154,10 +154,10 @@ def retrieval_zh(reply: str, answer: str) -> float:
 def accuracy(reply: str, answer: str) -> float:
     """Return 1 if 'The correct answer is (B)' has the answer's letter (LongBench v2)."""
     plain = reply.replace("*", "")
-    found = re.search(r"The correct answer is \(([A-D])\)", plain) or re.search(
+    match = re.search(r"The correct answer is \(([A-D])\)", plain) or re.search(
         r"The correct answer is ([A-D])", plain
     )
-    return float(found is not None and found[1] == answer)
+    return float(match is not None and match[1] == answer)
 
 
 def math(reply: str, answer: str) -> float:
@@ -178,14 +178,14 @@ def last_boxed(text: str) -> str | None:
     >>> last_boxed(r"So \boxed{1}, no, \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
     """
-    _, found, rest = text.rpartition("\\boxed")
-    if not found or not rest.startswith("{"):
+    _, command, rest = text.rpartition("\\boxed")
+    if not command or not rest.startswith("{"):
         return None
     depth = 0
-    for place, letter in enumerate(rest):
+    for index, letter in enumerate(rest):
         depth += (letter == "{") - (letter == "}")
         if depth == 0:
-            return rest[1:place]
+            return rest[1:index]
     return None
 
 
@@ -230,10 +230,10 @@ def _chinese_words(text: str) -> list[str]:
 
 
 def _paragraph(answer: str, pattern: str) -> str:
-    found = re.search(pattern, answer)
-    if found is None:
+    match = re.search(pattern, answer)
+    if match is None:
         raise ValueError(f"the answer {answer!r} names no paragraph; write it as {pattern!r} says")
-    return found[1]
+    return match[1]
 
 
 def _plain_math(text: str) -> str:

@@ -51,11 +51,11 @@ class PolicyFigures:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures as one object of JSON."""
-        found = fmean(self.facts) if self.facts else None
+        facts_share = fmean(self.facts) if self.facts else None
         return {
             **asdict(self),
             "perplexity": self.perplexity,
-            "facts_found": found,
+            "facts_found": facts_share,
             "cost": self.cost,
         }
 
@@ -140,9 +140,9 @@ def share(scores: Sequence[float]) -> str:
 
 def _on_choice(chosen: PolicyFigures, floor: PolicyFigures) -> str:
     """Return a sentence on the figures of the chosen policy, beside those of random eviction."""
-    found = f" and {share(chosen.facts)} facts" if chosen.facts else ""
+    facts = f" and {share(chosen.facts)} facts" if chosen.facts else ""
     ratio = flow_beside(chosen, floor).difference
-    said = f"{chosen.policy} is chosen, with a perplexity of {chosen.perplexity:.3f}{found}"
+    said = f"{chosen.policy} is chosen, with a perplexity of {chosen.perplexity:.3f}{facts}"
     return f"{said}; that is {ratio:.3f} times the perplexity of random eviction" + (
         f", which finds {share(floor.facts)}" if floor.facts else ""
     )
@@ -167,8 +167,8 @@ def _worse(row: PolicyFigures, other: PolicyFigures) -> str:
     parts = [(flow, f"perplexity {abs(flow):.1%} {'higher' if flow > 0 else 'lower'}")]
     if facts:
         amount = f"{abs(facts):g} fact{'' if abs(facts) == 1 else 's'}"
-        found = f"{share(row.facts)} against {share(other.facts)}"
-        parts.append((facts, f"{amount} {'fewer' if facts > 0 else 'more'} ({found})"))
+        shares = f"{share(row.facts)} against {share(other.facts)}"
+        parts.append((facts, f"{amount} {'fewer' if facts > 0 else 'more'} ({shares})"))
     bad = " and ".join(text for value, text in parts if value > 0)
     good = " and ".join(text for value, text in parts if value <= 0)
     if not bad or not good or not facts:

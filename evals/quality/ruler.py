@@ -42,41 +42,41 @@ class Needles:
     """A task of finding needles, sentences that give keys their values, in a haystack.
 
     Args:
-        values: kind of the values, which are asked for.
+        values: kind of the values, which the question asks for.
         keys: kind of the keys.
         haystack: the text around them: sentences that repeat, prose, or other needles.
-        asked: keys that a question asks for.
+        queried: keys that a question asks for.
         each: values of a key.
-        others: further keys in the text that are not asked for, with one value each.
+        others: further keys in the text that no question asks for, with one value each.
     """
 
     values: Values = "number"
     keys: Values = "word"
     haystack: Literal["noise", "prose", "needles"] = "prose"
-    asked: int = 1
+    queried: int = 1
     each: int = 1
     others: int = 0
 
     def make(self, rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
         """Make a text with all needles; several answers are spread evenly from `depth` on."""
         draw = distinct(rng)
-        asked = [draw(self.keys) for _ in range(self.asked)]
-        facts = [(key, draw(self.values)) for key in asked for _ in range(self.each)]
+        queried = [draw(self.keys) for _ in range(self.queried)]
+        facts = [(key, draw(self.values)) for key in queried for _ in range(self.each)]
         answers = tuple(value for _, value in facts)
         # The first depth is not taken modulo 1, so that 1 is the end and not the start.
-        places = [(depth + i / len(facts)) % 1 if i else depth for i in range(len(facts))]
-        rng.shuffle(places)
+        depths = [(depth + i / len(facts)) % 1 if i else depth for i in range(len(facts))]
+        rng.shuffle(depths)
         for _ in range(self.others):
             facts.append((draw(self.keys), draw(self.values)))
-            places.append(rng.random())
+            depths.append(rng.random())
         needles = [NEEDLE.format(self.values, *pair) for pair in facts]
         what, many = self.values, len(answers) > 1
         plural, are = ("s", "are") if many else ("", "is")
         every = " all" if self.each > 1 else ""
-        named = f"the special magic {what}{plural} for {listing(asked)} mentioned in the provided"
+        named = f"the special magic {what}{plural} for {listing(queried)} mentioned in the provided"
 
         def write(sentences: list[str], prose: list[str]) -> Sample:
-            lines = [*prose, *scatter(needles, places, sentences)]
+            lines = [*prose, *scatter(needles, depths, sentences)]
             text = (" " if self.haystack == "prose" else "\n").join(lines)
             return Sample(
                 f"Some special magic {what}s are hidden within the following text. Make sure to "

@@ -40,10 +40,10 @@ def results(cells: Iterable[Cell], compared: Sequence[str] = ()) -> str:
     ordered = sorted(cells, key=lambda cell: group(cell.setting))
     parts = ["# Results", "", INTRODUCTION, "", *([PAIRED, ""] if compared[1:] else [])]
     for _, part in groupby(ordered, key=lambda cell: group(cell.setting)):
-        found = list(part)
-        parts += _table(found)
+        table_cells = list(part)
+        parts += _table(table_cells)
         for other in compared[1:]:
-            if rows := pairs(found, compared[0], other):
+            if rows := pairs(table_cells, compared[0], other):
                 heading = f"### {compared[0]} against {other}, on the same samples"
                 parts += [heading, "", *paired_rows(rows), ""]
     return "\n".join(parts)
@@ -52,14 +52,14 @@ def results(cells: Iterable[Cell], compared: Sequence[str] = ()) -> str:
 def group(s: Setting) -> tuple[str | float, ...]:
     """Return the settings that all cells of one table have in common."""
     depth = -1.0 if s.depth is None else s.depth
-    read = s.task, s.data or "", s.length, s.asked, depth, s.samples, s.seed
+    read = s.task, s.data or "", s.length, s.asking, depth, s.samples, s.seed
     return s.model, s.dtype, *read, s.block_size, s.max_new_tokens or 0
 
 
 def title(s: Setting) -> str:
     """Return a table's title: its task, length and model."""
     depth = "" if s.depth is None else f"depth {s.depth:g}"
-    parts = [s.task, s.tokens, s.asked, depth, s.model]
+    parts = [s.task, s.tokens, s.asking, depth, s.model]
     return ", ".join(part for part in parts if part)
 
 
@@ -154,10 +154,10 @@ def measured(cells: Sequence[Cell]) -> str:
 def _prompts_read(cells: Sequence[Cell]) -> str:
     """Return how long the prompts were, or '' if a cell of an earlier version does not know."""
     known = [cell.prompt_tokens for cell in cells]
-    found = [lengths for lengths in known if lengths is not None]
-    if len(found) < len(known):
+    ranges = [lengths for lengths in known if lengths is not None]
+    if len(ranges) < len(known):
         return ""
-    fewest, most = min(low for low, _ in found), max(high for _, high in found)
+    fewest, most = min(low for low, _ in ranges), max(high for _, high in ranges)
     return f", prompts of {'' if fewest == most else f'{fewest:,} to '}{most:,} tokens"
 
 
@@ -166,7 +166,7 @@ def describe(s: Setting) -> str:
     depth = "" if s.depth is None else f"depth {s.depth:g}"
     budget = UNCAPPED if s.budget is None else f"{s.budget} slots"
     policy = label(s).replace(", ", " ")
-    parts = (s.task, s.tokens, s.asked, depth, policy, budget, s.positions)
+    parts = (s.task, s.tokens, s.asking, depth, policy, budget, s.positions)
     return ", ".join(filter(None, parts))
 
 

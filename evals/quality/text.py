@@ -54,8 +54,8 @@ def names_no_other(answer: str, fact: Fact) -> bool:
     """
     mine = {word.lower() for word in WORD.findall(f"{fact.key} {fact.theirs}")}
     sentence = next((s for s in re.split(r"[.!?\n]", answer) if has_word(s, fact.value)), "")
-    for place, word in enumerate(WORD.findall(sentence)):
-        capital = place > 0 and len(word) > 1 and word[0].isupper()
+    for index, word in enumerate(WORD.findall(sentence)):
+        capital = index > 0 and len(word) > 1 and word[0].isupper()
         if word.lower() not in mine and (capital or word.lower() in KEY_WORDS):
             return False
     return True
@@ -63,11 +63,11 @@ def names_no_other(answer: str, fact: Fact) -> bool:
 
 def scatter(lines: Sequence[str], depths: Sequence[float], sentences: list[str]) -> list[str]:
     """Return `sentences` with every line inserted at its depth, 0 (before all) to 1 (after all)."""
-    places = [int(depth * (len(sentences) + 1)) for depth in depths]
-    found = list(sentences)
-    for place, line in sorted(zip(places, lines, strict=True), reverse=True):
-        found.insert(place, line)
-    return found
+    indices = [int(depth * (len(sentences) + 1)) for depth in depths]
+    result = list(sentences)
+    for index, line in sorted(zip(indices, lines, strict=True), reverse=True):
+        result.insert(index, line)
+    return result
 
 
 def fit(measure: Callable[[list[str]], int], filler: Iterator[str], length: int) -> list[str]:

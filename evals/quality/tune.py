@@ -299,8 +299,8 @@ def _sides(request: TuningRequest, model: TunedModel, note: Callable[[str], None
             of the usual ones can.
     """
     strict = bool(request.policies) and ALL not in request.policies
-    asked = spelled_out(request.policies or model.candidates)
-    names = [name for name in asked if name not in NEVER]
+    requested = spelled_out(request.policies or model.candidates)
+    names = [name for name in requested if name not in NEVER]
     if not names:
         raise ValueError(
             f"--policies {','.join(request.policies)}: {' and '.join(NEVER)} are measured beside "
@@ -499,9 +499,9 @@ def _read_piece(model: TunedModel, engine: Engine, side: Side, ids: Sequence[int
     length, text = len(ids), engine.token_ids([*ids])
     loop = model.loop(side, length)
     begun = time.perf_counter()
-    found = model.losses(loop, text, length - _scored(length))
+    losses = model.losses(loop, text, length - _scored(length))
     side.read_ms = min(side.read_ms, 1000 * (time.perf_counter() - begun) / length)
-    side.losses += [fmean(part.tolist()) for part in np.array_split(found, _passages(length))]
+    side.losses += [fmean(part.tolist()) for part in np.array_split(losses, _passages(length))]
 
 
 def _find_fact(

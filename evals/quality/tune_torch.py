@@ -102,8 +102,10 @@ class TorchTuned:
 
     def losses(self, loop: Any, ids: Any, start: int) -> NDArray[np.float32]:
         """Return the losses in nats of a text's tokens after the first `start` + 1."""
-        found: NDArray[np.float32] = losses(loop.model, loop.cache, ids, start)[0].numpy(force=True)
-        return found
+        values: NDArray[np.float32] = losses(loop.model, loop.cache, ids, start)[0].numpy(
+            force=True
+        )
+        return values
 
     def answer(self, loop: Any, parts: Sequence[Any], limit: int, recall: Recall | None) -> str:
         """Return the greedy answer to a prompt in parts, of at most `limit` tokens."""

@@ -184,21 +184,21 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
     other.set_yscale("log")
     other.set_ylabel("median ε, most attention (■; floor 1e-9)", fontsize=8, color="#b4450b")
     names = [f"{row['pools']}, {row['evicted']} of 20" for row in figures["ratio"]]
-    for place, row in enumerate(figures["ratio"]):
+    for index, row in enumerate(figures["ratio"]):
         for key, color, marker, shift in (
             ("dropkv", "#0b62a4", "o", 0.14),
             ("attention", "#b4450b", "s", -0.14),
         ):
             one = row[key]
             if one["p50"] is not None:
-                ratios.hlines(place + shift, one["p05"], one["p95"], color=color, lw=1)
+                ratios.hlines(index + shift, one["p05"], one["p95"], color=color, lw=1)
                 ratios.plot(
                     one["p50"],
-                    place + shift,
+                    index + shift,
                     marker,
                     color=color,
                     ms=4.5,
-                    label=key if place == 0 else None,
+                    label=key if index == 0 else None,
                 )
     ratios.set_yticks(range(len(names)), names)
     ratios.invert_yaxis()

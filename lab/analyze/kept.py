@@ -52,7 +52,7 @@ def gather(measured: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict
 
 def explain(figures: dict[str, Any]) -> str:
     """Explain the picture in two sentences: how to read it, and what it says."""
-    tokens, places = len(figures["pieces"]), len(figures["layers"]) * figures["kv_heads"]
+    tokens, heads = len(figures["pieces"]), len(figures["layers"]) * figures["kv_heads"]
     listed = []
     for run in figures["runs"]:
         somewhere = sum(any(column) for column in zip(*run["heads"], strict=True))
@@ -60,7 +60,7 @@ def explain(figures: dict[str, Any]) -> str:
     return (
         f"Each row is a layer, each column a token from the first to the last of {tokens:,}, and "
         f"the darker it is, the more of the {figures['kv_heads']} KV heads still hold it. Of all "
-        f"tokens, so many are held by at least one of {places} heads of the model: "
+        f"tokens, so many are held by at least one of {heads} heads of the model: "
         f"{', '.join(listed)}."
     )
 

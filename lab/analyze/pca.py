@@ -36,7 +36,7 @@ def check(options: AnalysisOptions) -> None:
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
     """Return the coordinates of all keys, and which of them each policy keeps."""
-    layer, head = place(text, options)
+    layer, head = layer_and_head(text, options)
     keys = text.layers[layer].keys[0, head].double().cpu()  # [n, D]
     points, explained = project(keys)
     kept = {}
@@ -54,7 +54,7 @@ def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
     }
 
 
-def place(text: Text, options: AnalysisOptions) -> tuple[int, int]:
+def layer_and_head(text: Text, options: AnalysisOptions) -> tuple[int, int]:
     """Return the requested layer's index among the captured ones, and the KV head.
 
     Raises:

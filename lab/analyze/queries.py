@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvcap.lab.analyze import AnalysisOptions
-from kvcap.lab.analyze.pca import place
+from kvcap.lab.analyze.pca import layer_and_head
 from kvcap.lab.captured import until
 from kvcap.lab.texts import Text
 from kvcap.policies import Observation
@@ -49,7 +49,7 @@ def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
     """Measure similarity [L, distances], recomputed [θ1, L] and losses [2, L], and one heatmap."""
     tokens = len(text)
     distances = [d for d in APART if d < tokens // 2]
-    layer, head = place(text, options)
+    layer, head = layer_and_head(text, options)
     sets = text.kept(
         options.policies[0], options.budgets[0], tokens, options.policy_options, tokens - 1
     )

@@ -96,12 +96,12 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
     boxes, lines = figure.subplots(1, 2, width_ratios=(3, 2))
     names = list(policies)[::-1]
     nan = float("nan")
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         low, quarter, middle, most, high = policies[name]["quantiles"]
         if middle is not None:
-            boxes.hlines(place, low, high, color="#0b62a4", lw=1)
-            boxes.barh(place, most - quarter, 0.5, quarter, color="#a9cbe6")
-            boxes.vlines(middle, place - 0.3, place + 0.3, color="#b4450b", lw=2)
+            boxes.hlines(index, low, high, color="#0b62a4", lw=1)
+            boxes.barh(index, most - quarter, 0.5, quarter, color="#a9cbe6")
+            boxes.vlines(middle, index - 0.3, index + 0.3, color="#b4450b", lw=2)
     flat = [policies[name]["flat"] for name in names]
     labels = [f"{n} ({f} flat)" if f else n for n, f in zip(names, flat, strict=True)]
     boxes.set_yticks(range(len(names)), labels)

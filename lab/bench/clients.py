@@ -138,8 +138,8 @@ class ClientLoad:
     @cached_property
     def config(self) -> dict[str, Any]:
         """Return the model's config, read from its file."""
-        found: dict[str, Any] = json.loads(Path(self.model, "config.json").read_text())
-        return found
+        config: dict[str, Any] = json.loads(Path(self.model, "config.json").read_text())
+        return config
 
     @property
     def most(self) -> int:
@@ -183,10 +183,10 @@ class Clients:
         self.times = [list[float]() for _ in prompts]  # times of each client's tokens
         self.failure: PeerFailed | None = None  # the failure of the first client that failed
         self.ended = threading.Event()
-        self.asked = time.perf_counter()
+        self.started = time.perf_counter()
 
     def __str__(self) -> str:
-        tokens, seconds = sum(map(len, self.times)), time.perf_counter() - self.asked
+        tokens, seconds = sum(map(len, self.times)), time.perf_counter() - self.started
         return (
             f"{self.began.come_so_far} of {len(self.prompts)} clients had begun and {tokens:,} "
             f"tokens had come after {seconds:.0f} s"
@@ -270,7 +270,7 @@ def _together(server: PeerServer, work: ClientLoad, clients: int, tokens: int) -
         "p50_ms": median(steps),
         "p95_ms": _p95(steps),
         "most_ms": max(steps),
-        "read_s": start - at_once.asked,
+        "read_s": start - at_once.started,
         "reading_p95_ms": _p95(reading) if len(reading) > 1 else "",
     }
 

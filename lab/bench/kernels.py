@@ -162,14 +162,14 @@ def observe(n: int, work: Work) -> Observation:
         return whole[:, :, :n]
 
     keys = pool()
-    places = torch.stack([torch.randperm(n, device="cuda") for _ in range(KV_HEADS)])
+    positions = torch.stack([torch.randperm(n, device="cuda") for _ in range(KV_HEADS)])
     queries = torch.randn(1, work.queries, HEADS, SIZE, device="cuda", dtype=DTYPE).transpose(1, 2)
     state = {"accumulated": torch.zeros(1, KV_HEADS, n, device="cuda")}
     sums = keys.float().sum(2, keepdim=True) if work.known_sum else None
     return Inputs(
         keys,
         pool(),
-        places[None].int(),
+        positions[None].int(),
         n + work.queries,
         n // 2,
         queries=queries,

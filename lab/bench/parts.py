@@ -233,8 +233,8 @@ def _rotated(choice: str) -> Callable[[tuple[Rotation, Tensor, Tensor]], Tensor]
 
 def _scores(slots: int) -> tuple[Tensor, Tensor]:
     """Make scores, and positions in random order."""
-    places = torch.stack([torch.randperm(slots, device="cuda") for _ in range(KV_HEADS)])
-    return torch.randn(1, KV_HEADS, slots, device="cuda"), places[None].int()
+    positions = torch.stack([torch.randperm(slots, device="cuda") for _ in range(KV_HEADS)])
+    return torch.randn(1, KV_HEADS, slots, device="cuda"), positions[None].int()
 
 
 def _pooled(by: Callable[..., Tensor]) -> Callable[[tuple[Tensor, Tensor]], Tensor]:

@@ -70,9 +70,9 @@ def run(options: BenchmarkOptions) -> Result:
     figures = defaultdict[Way, Any](lambda: defaultdict[str, list[float]](list))
     recalled = defaultdict[str, list[bool]](list)
     with torch.inference_mode():
-        for text, asked in texts(runtime.tokenizer, options.lengths[0], options.repeats):
+        for text, messages in texts(runtime.tokenizer, options.lengths[0], options.repeats):
             passages = Passages(runtime, text)
-            for kind, message, fact in asked:
+            for kind, message, fact in messages:
                 recalled[kind].append(bool(passages.recall.find(message, passages.ids)))
                 if fact:
                     passages.count(kind, message, fact, figures)
@@ -100,8 +100,8 @@ def texts(tokenizer: Any, length: int, repeats: int) -> Iterator[Text]:
             while len(tokenizer(" ".join([*facts, *sentences]))["input_ids"]) < length:
                 sentences += [next(source) for _ in range(8)]
             text = " ".join(scatter(facts, [rng.random() for _ in facts], sentences))
-            asked = [(kind, q, x) for x, *qs in some for kind, q in zip(KINDS, qs, strict=True)]
-            yield text, [*asked, *(("statement", fact, "") for fact, _, _ in others)]
+            messages = [(kind, q, x) for x, *qs in some for kind, q in zip(KINDS, qs, strict=True)]
+            yield text, [*messages, *(("statement", fact, "") for fact, _, _ in others)]
     for kind, task in TASKS.items():
         for sample in make_samples(task, tokenizer, length, DRAWN * repeats, 0):
             text = sample.plain[: sample.plain.rfind(sample.question)]
@@ -134,19 +134,19 @@ class Passages(PassageStore):
         self.spans.append(span)
         self.texts.append(" ".join(text.split()))
 
-    def places(self, passages: Iterable[Match | Passage]) -> list[int]:
+    def indices(self, passages: Iterable[Match | Passage]) -> list[int]:
         """Return the indices of these passages."""
         return [self.spans.index(one.span) for one in passages]
 
     def rank(self, question: str) -> Iterator[tuple[Way, list[int], float, float]]:
         """Yield each way, all passages in its order, the seconds it took, and bytes per passage."""
-        words, count = self.places(self.search(question, len(self.spans))), len(self.spans)
+        words, count = self.indices(self.search(question, len(self.spans))), len(self.spans)
         yield ("words", ""), words, seconds(lambda: self.search(question)), self.nbytes / count
-        asked, skipped = self.encode(question), len(self.begin)
-        having = [sum(token in self.ids[a:b] for a, b in self.spans) for token in asked]
+        question_ids, skipped = self.encode(question), len(self.begin)
+        having = [sum(token in self.ids[a:b] for a, b in self.spans) for token in question_ids]
         rare = torch.tensor([log(1 + (count - n + 0.5) / (n + 0.5)) for n in having])
         began = time.perf_counter()
-        own = hidden_states(self.base, self.begin + asked, skipped)
+        own = hidden_states(self.base, self.begin + question_ids, skipped)
         reading = time.perf_counter() - began
         inside = [(max(0, a - skipped), b - skipped) for a, b in self.spans]
         for way, score, size in ways(self.base, self.read, own, inside, rare):
@@ -158,12 +158,12 @@ class Passages(PassageStore):
         right = [fact in text for text in self.texts]
         if not any(right):
             return  # the fact is at the end of the text, which is not indexed yet
-        recalled = self.places(self.recall.find(question, self.ids))
-        words = self.places(self.search(question, len(self.spans)))
+        recalled = self.indices(self.recall.find(question, self.ids))
+        words = self.indices(self.search(question, len(self.spans)))
         for way, order, took, size in self.rank(question):
             into, fused = figures[way], defaultdict[int, float](float)
-            for place, one in chain(enumerate(words), enumerate(order)):
-                fused[one] += 1 / (FUSE + place)
+            for rank, one in chain(enumerate(words), enumerate(order)):
+                fused[one] += 1 / (FUSE + rank)
             both = nlargest(len(fused), fused, key=fused.__getitem__)
             into["ms"].append(1000 * took)
             into["bytes"].append(size)

@@ -50,9 +50,9 @@ def run(options: BenchmarkOptions) -> Result:
     drawn: dict[tuple[str, int], list[Pools]] = {}
     wide: list[Tensor] = []  # cone constants of all candidates
     for i, layers in enumerate(pocket_layers(options.repeats, tokens)):
-        place = Random(f"proxy/{i}").randrange(tokens // 2, tokens) + 1
+        end = Random(f"proxy/{i}").randrange(tokens // 2, tokens) + 1
         for (j, whole), window in product(enumerate(layers), WINDOWS):
-            by_kind, residuals = draw(until(whole, place, window), seed=i * len(layers) + j)
+            by_kind, residuals = draw(until(whole, end, window), seed=i * len(layers) + j)
             for name, pools in by_kind.items():
                 drawn.setdefault((name, window), []).append(pools.noticed())
             if window == 1:
@@ -154,9 +154,9 @@ def draw(seen: Observation, seed: int) -> tuple[dict[str, Pools], Tensor]:
     pools = {}
     for name, key in keys.items():
         index = key.topk(SIZE, largest=False).indices  # [H, m]
-        place = candidates.gather(-1, index)
-        residuals = _residuals(seen, place)
-        weights = p.gather(-1, place[:, None].expand(-1, p.shape[1], -1))
+        token_index = candidates.gather(-1, index)
+        residuals = _residuals(seen, token_index)
+        weights = p.gather(-1, token_index[:, None].expand(-1, p.shape[1], -1))
         pools[name] = Pools(weights, residuals, cost.gather(-1, index), mean.gather(-1, index))
     return pools, _residuals(seen, candidates)[:, -1]
 
@@ -224,9 +224,9 @@ def _by_query_head(seen: Observation) -> Observation:
     return replace(seen, **parts, output_projection=None)
 
 
-def _residuals(seen: Observation, place: Tensor) -> Tensor:
-    """Return `a_t - v_j` [H, w, m, D] of the tokens at `place` [H, m]."""
+def _residuals(seen: Observation, token_index: Tensor) -> Tensor:
+    """Return `a_t - v_j` [H, w, m, D] of the tokens `token_index` [H, m]."""
     values = seen.values[0].double()  # [H, n, D]
-    chosen = values.gather(1, place[..., None].expand(-1, -1, values.shape[-1]))
+    chosen = values.gather(1, token_index[..., None].expand(-1, -1, values.shape[-1]))
     output = seen.output[0, :, 0].double()  # [H, w, D]
     return output[:, :, None] - chosen[:, None]

@@ -64,8 +64,10 @@ def _measure(
     }
     pool = ragged[0].pool
     if ready(query) and decode.covers(query, pool.keys, pool.values, KV_HEADS):
-        places = rows_of(ragged)
-        ways["rows"] = lambda: attend_rows(query, pool.keys, pool.values, places, Logits(SCALING))
+        row_table = rows_of(ragged)
+        ways["rows"] = lambda: attend_rows(
+            query, pool.keys, pool.values, row_table, Logits(SCALING)
+        )
     expected, base = heads(query, ragged), None
     rows = []
     for way, call in ways.items():

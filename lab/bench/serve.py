@@ -97,7 +97,7 @@ def run(options: BenchmarkOptions) -> Result:
     )
 
 
-def _asked(words: int, steps: int, number: int = 0) -> dict[str, Any]:
+def _request_body(words: int, steps: int, number: int = 0) -> dict[str, Any]:
     text = f"Message {number}. " + "Tall grasses attract many bees. " * (words // 5)
     return {
         "messages": [{"role": "user", "content": text}],
@@ -117,10 +117,10 @@ def _overhead(
     for number in range(repeats + 1):
         session = runtime.session()
         session.set_generation(max_new_tokens=steps, temperature=0.0)
-        list(session.send(_asked(2 * budget, steps, number)["messages"][0]["content"]))
+        list(session.send(_request_body(2 * budget, steps, number)["messages"][0]["content"]))
         turn = session.turn
         assert turn is not None
-        stream = pieces(server.post(_asked(2 * budget, steps, number)))
+        stream = pieces(server.post(_request_body(2 * budget, steps, number)))
         next(stream)
         (begun, _), before = next(stream), server.processor()
         *_, (ended, _) = stream
@@ -149,7 +149,7 @@ def _seconds(server: PeerServer, steps: int, at_once: int) -> float:
     """Return the seconds that `CLIENTS` answers take, `at_once` of them at a time."""
 
     def answer(number: int) -> None:
-        for _ in pieces(server.post(_asked(400, steps, number))):
+        for _ in pieces(server.post(_request_body(400, steps, number))):
             pass
 
     answer(0)
@@ -184,11 +184,11 @@ def _ratio(slower: Sequence[float], faster: Sequence[float]) -> dict[str, float]
 
 def _first_token_s(server: PeerServer, words: int, number: int) -> float:
     """Return the seconds to the first token of a conversation with the system prompt of all."""
-    asked = _asked(5, 1, number)
-    system = {"role": "system", "content": _asked(words, 1)["messages"][0]["content"]}
-    asked["messages"].insert(0, system)
+    body = _request_body(5, 1, number)
+    system = {"role": "system", "content": _request_body(words, 1)["messages"][0]["content"]}
+    body["messages"].insert(0, system)
     begun = time.perf_counter()
-    first, *_ = (arrived for arrived, _ in pieces(server.post(asked)))
+    first, *_ = (arrived for arrived, _ in pieces(server.post(body)))
     return first - begun
 
 
@@ -273,7 +273,7 @@ def _converse(server: PeerServer, code: int, codes: frozenset[str], count: Count
             messages.append({"role": "assistant", "content": answer or "Yes."})
             others = (codes - {str(code)}) & set(re.findall(r"\d{4}", answer))
             count.add(requests=1, foreign=int(bool(others)))
-        count.add(asked=1, recalled=int(str(code) in messages[-1]["content"]))
+        count.add(questions=1, recalled=int(str(code) in messages[-1]["content"]))
     except Exception as error:
         count.add(requests=1, lost=1)
         count.why.add(f"{type(error).__name__}: {error}"[:200])
@@ -303,7 +303,7 @@ def _load(model: str, budget: int, conversations: int) -> dict[str, Any]:
         "peak_mib": peak / MIB,
         "cap_mib": CAP_MIB,
         "conversations": conversations,
-        "recalled": count.recalled / max(1, count.asked),
+        "recalled": count.recalled / max(1, count.questions),
         "left": count.left,
         "hostile": count.hostile,
         "not_refused": count.failed,

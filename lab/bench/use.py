@@ -40,6 +40,7 @@ from typing import Any
 import torch
 
 from kvcap.evals.bench import BenchmarkOptions, Result
+from kvcap.evals.peers.process import same_imports
 from kvcap.evals.quality.sweep import spelled_out
 from kvcap.evals.random_models import directory
 from kvcap.runtime.errors import PeerFailed, first_line
@@ -76,7 +77,7 @@ def run(options: BenchmarkOptions) -> Result:
     rows: list[dict[str, Any]] = []
     first, *others = spelled_out(options.policies)
     for budget, n in product(options.budgets, options.lengths):
-        asked = {
+        settings = {
             "model": model,
             "policy": first,
             "budget": budget,
@@ -87,38 +88,38 @@ def run(options: BenchmarkOptions) -> Result:
         by_run: dict[tuple[str, str], list[dict[str, Any]]] = {}
         try:
             for _ in range(options.repeats):
-                machine = ((first, run, answer) for run, answer in _machine(asked))
-                for policy, run, answer in chain(machine, _of_others(asked, others)):
+                machine = ((first, run, answer) for run, answer in _machine(settings))
+                for policy, run, answer in chain(machine, _of_others(settings, others)):
                     by_run.setdefault((policy, run), []).append(answer)
                     print(f"kvcap: {_line(answer, policy, run)}", file=sys.stderr, flush=True)
         except KeyboardInterrupt:
             print("kvcap: interrupted; these are the rows so far", file=sys.stderr, flush=True)
         for (policy, run), answers in by_run.items():
-            rows += _rows({**asked, "policy": policy}, run, answers, options.model)
+            rows += _rows({**settings, "policy": policy}, run, answers, options.model)
     return Result("use", COLUMNS, rows, {"model": options.model})
 
 
-def _machine(asked: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _machine(settings: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name of a run and an answer, on a machine where no kernel was compiled."""
     with TemporaryDirectory(prefix="kvcap-use-") as empty:
-        yield from zip(("first",), _answers(asked, empty, sessions=1), strict=True)
-        yield from zip(LATER, _answers(asked, empty, sessions=3, together=TOGETHER), strict=True)
+        yield from zip(("first",), _answers(settings, empty, sessions=1), strict=True)
+        yield from zip(LATER, _answers(settings, empty, sessions=3, together=TOGETHER), strict=True)
     if torch.cuda.is_available():
         with TemporaryDirectory(prefix="kvcap-use-") as empty:
-            sizes = ["--budget-tokens", asked["budget"], "--block-size", asked["block_size"]]
-            command = ["warm", asked["model"], "--policy", asked["policy"], *map(str, sizes)]
+            sizes = ["--budget-tokens", settings["budget"], "--block-size", settings["block_size"]]
+            command = ["warm", settings["model"], "--policy", settings["policy"], *map(str, sizes)]
             deque(_process("from kvcap.cli import main; main()", command, empty))
-            yield from zip(("warmed",), _answers(asked, empty, sessions=1), strict=True)
+            yield from zip(("warmed",), _answers(settings, empty, sessions=1), strict=True)
 
 
 def _of_others(
-    asked: Mapping[str, Any], policies: Sequence[str]
+    settings: Mapping[str, Any], policies: Sequence[str]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield policy, run and answer, of one process that answers under one policy after another."""
     if not policies:
         return
     with TemporaryDirectory(prefix="kvcap-use-") as empty:
-        answers = _answers(asked, empty, sessions=3, others=policies)
+        answers = _answers(settings, empty, sessions=3, others=policies)
         for policy, answer, *later in zip(policies, answers, answers, answers, strict=True):
             if why := answer.get("failed"):
                 print(f"kvcap: {policy} gave no answer: {why}", file=sys.stderr, flush=True)
@@ -127,7 +128,7 @@ def _of_others(
 
 
 def _answers(
-    asked: Mapping[str, Any],
+    settings: Mapping[str, Any],
     kernels: str,
     sessions: int,
     together: int = 0,
@@ -138,18 +139,17 @@ def _answers(
     With `others`, it has so many sessions under each of these policies instead.
     """
     code = "from kvcap.lab.bench.use import answer; answer()"
-    given = {**asked, "sessions": sessions, "together": together, "others": list(others)}
+    given = {**settings, "sessions": sessions, "together": together, "others": list(others)}
     given["started"] = time.time()
     yield from map(json.loads, _process(code, [json.dumps(given)], kernels))
 
 
 def _process(code: str, arguments: list[str], kernels: str) -> Iterator[str]:
     """Yield the lines that a Python process prints for `code`, with that folder of kernels."""
-    path = [place for place in sys.path if place]
     with (
         TemporaryFile("w+") as errors,
         subprocess.Popen(
-            [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {code}", *arguments],
+            [sys.executable, "-c", same_imports() + code, *arguments],
             env={**os.environ, KERNELS: kernels},
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -169,20 +169,20 @@ def _process(code: str, arguments: list[str], kernels: str) -> Iterator[str]:
 
 
 def answer() -> None:
-    """Answer the sessions that the process's argument asks for, and print the time of each."""
+    """Answer the sessions of the settings in the process's argument; print the time of each."""
     from kvcap.evals.reports import device_name, versions
     from kvcap.runtime.backends.pytorch.runtime import Runtime
     from kvcap.runtime.session.settings import copied
 
-    asked = json.loads(sys.argv[1])
+    settings = json.loads(sys.argv[1])
     runtime = Runtime.from_pretrained(
-        asked["model"],
-        asked["policy"],
-        budget_tokens=asked["budget"],
-        block_size=asked["block_size"],
+        settings["model"],
+        settings["policy"],
+        budget_tokens=settings["budget"],
+        block_size=settings["block_size"],
     )
-    load_ms = 1000 * (time.time() - asked["started"])
-    runtime.generation.do_sample, runtime.generation.max_new_tokens = False, asked["steps"]
+    load_ms = 1000 * (time.time() - settings["started"])
+    runtime.generation.do_sample, runtime.generation.max_new_tokens = False, settings["steps"]
     words = runtime.tokenizer.convert_ids_to_tokens(range(runtime.vocabulary))[3:]
     about = {
         "load_ms": load_ms,
@@ -195,30 +195,30 @@ def answer() -> None:
             print(json.dumps(one | about), flush=True)
 
     def of(policy: str) -> list[dict[str, Any]]:
-        its = runtime if policy == asked["policy"] else _under(runtime, policy)
-        if asked["others"] and its.model.device.type == "cuda":
+        its = runtime if policy == settings["policy"] else _under(runtime, policy)
+        if settings["others"] and its.model.device.type == "cuda":
             its.warm()
-        each = range(asked["sessions"])
-        return [_answered(its, words, i, asked["n"], its.generation) for i in each]
+        each = range(settings["sessions"])
+        return [_answered(its, words, i, settings["n"], its.generation) for i in each]
 
     def of_other(policy: str) -> list[dict[str, Any]]:
         try:
             return of(policy)
         except Exception as error:
-            return [{"failed": first_line(error)}] * int(asked["sessions"])
+            return [{"failed": first_line(error)}] * int(settings["sessions"])
 
-    for policy in asked["others"]:
+    for policy in settings["others"]:
         say(of_other(policy))
-    if not asked["others"]:
-        say(mine := of(asked["policy"]))
-        if asked["together"]:
-            usual, short = runtime.generation, _short(asked)
+    if not settings["others"]:
+        say(mine := of(settings["policy"]))
+        if settings["together"]:
+            usual, short = runtime.generation, _short(settings)
             (drawn := copied(usual)).update(**DRAWN)
             for figures in (
                 _answered(runtime, words, 0, short, usual, PAUSE),
                 _answered(runtime, words, 0, short, drawn),
-                _together(runtime, words, asked, usual),
-                _together(runtime, words, asked, drawn),
+                _together(runtime, words, settings, usual),
+                _together(runtime, words, settings, drawn),
             ):
                 say([{**mine[-1], **figures, "ttft_ms": None}])
 
@@ -280,41 +280,41 @@ def _answered(
     }
 
 
-def _short(asked: Mapping[str, Any]) -> int:
+def _short(settings: Mapping[str, Any]) -> int:
     """Return how many words fill all slots."""
-    return int(asked["budget"] + 2 * asked["block_size"])
+    return int(settings["budget"] + 2 * settings["block_size"])
 
 
 def _together(
-    runtime: Any, words: list[str], asked: Mapping[str, Any], generation: Any
+    runtime: Any, words: list[str], settings: Mapping[str, Any], generation: Any
 ) -> dict[str, Any]:
     """Return the tokens per second of all sessions together, once all answers have begun."""
     from random import Random
 
-    batch = runtime.batch(asked["together"])
-    for number in range(asked["together"]):
-        tokens = _short(asked) + 100 * number
+    batch = runtime.batch(settings["together"])
+    for number in range(settings["together"]):
+        tokens = _short(settings) + 100 * number
         session = runtime.session(generation=generation)
         text = " ".join(Random(number).choices(words, k=tokens))
         pieces = session.complete(text)
         next(pieces)  # reads the prompt
         batch.add(session, pieces)
-    for _ in range(asked["together"]):  # every step begins one more answer
+    for _ in range(settings["together"]):  # every step begins one more answer
         batch.step()
     begun, tokens, going = time.perf_counter(), 0, True
     while going and time.perf_counter() - begun < MOST_SECONDS:
         ended = [progress for progress in batch.step() if progress.ended]
         going = not ended
-        tokens += going * asked["together"]
+        tokens += going * settings["together"]
     seconds = time.perf_counter() - begun
     how = "by turns: " + batch.apart if batch.apart else "at once"
     return {"tok_s": tokens / seconds, "tokens": tokens, "execution": how}
 
 
 def _rows(
-    asked: Mapping[str, Any], run: str, answers: list[dict[str, Any]], model: str
+    settings: Mapping[str, Any], run: str, answers: list[dict[str, Any]], model: str
 ) -> Iterator[dict[str, Any]]:
-    shared = {name: asked[name] for name in ("policy", "n", "budget", "block_size")}
+    shared = {name: settings[name] for name in ("policy", "n", "budget", "block_size")}
     about = {name: answers[0][name] for name in ("execution", "device", "versions")}
     works = [("ttft", "ttft_ms"), ("decode", "tok_s")]
     shared["sessions"] = TOGETHER if run.startswith("together") else 1

@@ -120,8 +120,8 @@ def _await_address(server: PeerServer) -> None:
     assert server.process.stderr is not None
     for line in server.process.stderr:
         server.lines.append(line)
-        if found := ADDRESS.search(line):
-            server.port = int(found[1])
+        if match := ADDRESS.search(line):
+            server.port = int(match[1])
             break
     else:
         last = next(filter(None, map(str.strip, reversed(server.lines))), "it said nothing")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ALWAYS = ("keydiff", "keydiff-window", "streaming_llm")  # policies that always have a line
 LINES = 7  # most lines besides the uncapped ones
 PANEL, HEADING = 2.4, 1.2  # inches of a panel's height, and above and below all panels
-APART = 1.05  # factor between the points of neighbouring lines, whose intervals must not overlap
+SPACING = 1.05  # factor between the points of neighbouring lines, whose intervals must not overlap
 COLUMNS, LETTERS = 4, 100  # most columns of the legend, and most letters of all columns
 
 
@@ -106,9 +106,9 @@ def _panel(axis: Axes, table: RankingTable, names: Sequence[str]) -> None:
             cell.score, color="black", lw=1, ls=(0, (1, 1)), zorder=2, label=f"{name} ({UNCAPPED})"
         )
     rows = {row.name: row for row in table.rows}
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         if name in rows:
-            _line(axis, rows[name], table.budgets, place, len(names))
+            _line(axis, rows[name], table.budgets, index, len(names))
     axis.set_xscale("log", base=2)
     axis.set_xticks(table.budgets, [f"{budget:,}" for budget in table.budgets])
     axis.set_xticks([], minor=True)
@@ -126,8 +126,8 @@ def _panel(axis: Axes, table: RankingTable, names: Sequence[str]) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _line(axis: Axes, row: RankedPolicy, budgets: Sequence[int], place: int, lines: int) -> None:
-    shift, style = APART ** (place - (lines - 1) / 2), Style.of(place)
+def _line(axis: Axes, row: RankedPolicy, budgets: Sequence[int], index: int, lines: int) -> None:
+    shift, style = SPACING ** (index - (lines - 1) / 2), Style.of(index)
     there = [(budget * shift, c) for budget, c in zip(budgets, row.cells, strict=True) if c]
     across, cells = [x for x, _ in there], [cell for _, cell in there]
     # Rounding may put a score just outside of its interval.

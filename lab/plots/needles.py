@@ -48,7 +48,7 @@ def figure(cells: Iterable[Cell]) -> Figure:
 
 def _group(cell: Cell) -> tuple[str, str, str, str, int, int, int]:
     s = cell.setting
-    return s.model, s.dtype, s.task, s.asked, s.samples, s.seed, s.block_size
+    return s.model, s.dtype, s.task, s.asking, s.samples, s.seed, s.block_size
 
 
 def _row(s: Setting) -> Row:
@@ -104,7 +104,7 @@ def _block(block: SubFigure, cells: list[Cell]) -> None:
             axis.tick_params(labelsize=SIZES["tick"], length=2, pad=2, labelleft=True)
             axis.tick_params(axis="x", rotation=45 if len(lengths) > 2 else 0, labelbottom=True)
     s = cells[0].setting
-    words = (s.task, s.asked, s.model, f"{s.samples} samples a field")
+    words = (s.task, s.asking, s.model, f"{s.samples} samples a field")
     block.suptitle(", ".join(filter(None, words)), fontsize=SIZES["title"], x=0.01, ha="left")
     block.supxlabel("tokens of the text", fontsize=SIZES["label"])
     block.supylabel("depth (0: its start)", fontsize=SIZES["label"])

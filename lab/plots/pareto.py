@@ -103,8 +103,8 @@ def _block(block: SubFigure, cells: list[Cell]) -> list[tuple[Axes, list[Label]]
     drawn = []
     for axis, (cost, of) in zip(axes, COSTS.items(), strict=True):
         priced = [(price, cell) for cell in cells if (price := of(cell)) is not None]
-        for place, name in enumerate(names):
-            _line(axis, [pair for pair in priced if _name(pair[1]) == name], name, Style.of(place))
+        for index, name in enumerate(names):
+            _line(axis, [pair for pair in priced if _name(pair[1]) == name], name, Style.of(index))
         sign = 1 if unit.higher_is_better else -1
         best = frontier([(price, sign * cell.score) for price, cell in priced])
         steps = sorted((priced[i][0], priced[i][1].score) for i in best)
@@ -173,12 +173,12 @@ def _line(
 
 
 def _labels(priced: list[tuple[float, Cell]]) -> list[Label]:
-    """Return a label with policies and budgets for every place that has points."""
-    places: dict[tuple[float, float], list[str]] = {}
+    """Return a label for every price and score that has points: their policies and budgets."""
+    texts_at: dict[tuple[float, float], list[str]] = {}
     for price, cell in sorted(priced, key=lambda pair: _name(pair[1])):
         s = cell.setting
         text = label(s) if s.budget is None else f"{label(s)} {s.budget:,}"
-        at = places.setdefault((price, cell.score), [])
+        at = texts_at.setdefault((price, cell.score), [])
         if text not in at:
             at.append(text)
-    return [(*place, "\n".join(texts)) for place, texts in places.items()]
+    return [(*point, "\n".join(texts)) for point, texts in texts_at.items()]

@@ -36,7 +36,7 @@ class Style:
     dash: Dash
 
     @classmethod
-    def of(cls, place: int) -> Style:
-        """Return the style of the line at a place of the legend, from 0."""
-        marker = MARKERS[place % len(MARKERS)]
-        return cls(COLORS[place % len(COLORS)], marker, DASHES[place % len(DASHES)])
+    def of(cls, index: int) -> Style:
+        """Return the style of the line with this index in the legend."""
+        marker = MARKERS[index % len(MARKERS)]
+        return cls(COLORS[index % len(COLORS)], marker, DASHES[index % len(DASHES)])

@@ -141,11 +141,11 @@ def small_talk(rng: Random) -> Turn:
     return text, pick(rng, replies)
 
 
-def acknowledge(rng: Random, told: list[Fact]) -> str:
-    """Return the reply to a message that tells the facts ``told``; it may repeat a single one."""
-    if len(told) == 1 and rng.random() < 0.5:
+def acknowledge(rng: Random, facts: list[Fact]) -> str:
+    """Return the reply to a message that states these facts; it may repeat a single one."""
+    if len(facts) == 1 and rng.random() < 0.5:
         lead = pick(rng, ("Noted, ", "Okay, ", "Noted: ", "I will remember that "))
-        return lead + told[0].theirs + f" is {told[0].value}."
+        return lead + facts[0].theirs + f" is {facts[0].value}."
     return pick(rng, ("Okay.", "Noted.", "I will remember that.", "Okay, I will remember that."))
 
 

@@ -45,9 +45,9 @@ def pasted(rng: Random, tokens: int, unfamiliar: float = 0.0) -> Talk:
     text = passage(rng, tokens - 35 * _ASKED, unfamiliar)
     for fact in known:
         text.insert(rng.randint(0, len(text)), fact.statement)
-    asked = rng.sample(known, _ASKED)
-    talk = _turn(f"{' '.join(text)}\n\n{asked[0].question}", asked[0].answer)
-    for fact in asked[1:]:
+    chosen = rng.sample(known, _ASKED)
+    talk = _turn(f"{' '.join(text)}\n\n{chosen[0].question}", chosen[0].answer)
+    for fact in chosen[1:]:
         talk += _turn(fact.question, fact.answer)
     return talk, list(range(1, len(talk), 2))
 

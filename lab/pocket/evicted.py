@@ -71,11 +71,11 @@ def _attend(
     for old_key, old_value in held:
         key, value = torch.cat([old_key, key], 2), torch.cat([old_value, value], 2)
     new, n = query.shape[2], key.shape[2]
-    place = torch.arange(n, device=key.device)
-    turned = rotate(key.float(), place, rates)
+    positions = torch.arange(n, device=key.device)
+    turned = rotate(key.float(), positions, rates)
     groups = query.shape[1] // key.shape[1]
     out = F.scaled_dot_product_attention(
-        rotate(query.float(), place[-new:], rates).to(value.dtype),
+        rotate(query.float(), positions[-new:], rates).to(value.dtype),
         turned.to(value.dtype).repeat_interleave(groups, 1),
         value.repeat_interleave(groups, 1),
         attn_mask=causal_lower_right(new, n),

@@ -120,8 +120,8 @@ def weights(ids: torch.Tensor, special: int, assistant: int, digits: torch.Tenso
     for everything else. ``special`` is how many special tokens there are (ids below it),
     ``digits`` a bool tensor over the vocabulary.
     """
-    place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    latest = torch.where(ids < special, place, 0).cummax(1).values
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    latest = torch.where(ids < special, positions, 0).cummax(1).values
     said = (ids.gather(1, latest) == assistant)[:, :-1]
     weight = torch.where(digits[ids[:, 1:]], 50.0, 15.0)
     return torch.where(said, weight, 1.0)
@@ -136,6 +136,6 @@ def digit_table(tokenizer: Tokenizer) -> torch.Tensor:
 
 def assistant_id(tokenizer: Tokenizer) -> int:
     """Return the id of the token that opens an assistant turn."""
-    found: int | None = tokenizer.token_to_id(ASSISTANT)
-    assert found is not None, "not a pocket tokenizer"
-    return found
+    token: int | None = tokenizer.token_to_id(ASSISTANT)
+    assert token is not None, "not a pocket tokenizer"
+    return token

@@ -22,8 +22,8 @@ def hidden_states(
     """Return the last hidden state and the input of each layer, each of shape (B, T, hidden)."""
     base = model.model
     hidden = base.embed_tokens(ids)
-    place = torch.arange(ids.shape[1], device=ids.device)[None]
-    rotary = base.rotary_emb(hidden, place)
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    rotary = base.rotary_emb(hidden, positions)
     inputs = []
     for layer in base.layers:
         inputs.append(hidden)
@@ -31,9 +31,9 @@ def hidden_states(
     return base.norm(hidden), inputs
 
 
-def rotate(keys: torch.Tensor, place: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
-    """Rotate keys (B, H, N, D) to the positions ``place`` (N) by RoPE with ``rates`` (D / 2)."""
-    angle = place[:, None] * rates
+def rotate(keys: torch.Tensor, positions: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
+    """Rotate keys (B, H, N, D) to ``positions`` (N) by RoPE with ``rates`` (D / 2)."""
+    angle = positions[:, None] * rates
     cos, sin = angle.cos(), angle.sin()
     one, two = keys.chunk(2, -1)
     return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
@@ -74,8 +74,8 @@ def _layer_loss(
         held = lasting.topk(HELD, -1).indices.sort(-1).values
         block = torch.arange(start, start + BLOCK, device=keys.device)
         index = torch.cat([held, block.expand(*held.shape[:2], -1)], -1)
-    place = torch.arange(HELD + BLOCK, device=keys.device)
-    alike = similarity(rotate(take(keys, index), place, rates))
+    positions = torch.arange(HELD + BLOCK, device=keys.device)
+    alike = similarity(rotate(take(keys, index), positions, rates))
     fact = facts.gather(2, index)
     gap = alike[..., :, None] - alike[..., None, :] + _MARGIN
     pairs = fact[..., :, None] & ~fact[..., None, :]

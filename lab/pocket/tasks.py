@@ -39,19 +39,19 @@ def hide(rng: Random, lines: list[str], tokens: int, sep: str = " ") -> str:
     """Return filler of about ``tokens`` tokens with ``lines`` at random depths, in their order."""
     spent = 18 * len(lines)
     sentences = passage(rng, tokens - spent, _oddness(rng))
-    places = sorted(rng.randint(0, len(sentences)) for _ in lines)
-    for place, line in reversed(list(zip(places, lines, strict=True))):
-        sentences.insert(place, line)
+    indices = sorted(rng.randint(0, len(sentences)) for _ in lines)
+    for index, line in reversed(list(zip(indices, lines, strict=True))):
+        sentences.insert(index, line)
     return sep.join(sentences)
 
 
 def several(rng: Random, known: list[Fact]) -> Turn:
     """Ask for two to four facts in one question."""
-    asked = rng.sample(known, min(len(known), rng.randint(2, 4)))
+    chosen = rng.sample(known, min(len(known), rng.randint(2, 4)))
     question = pick(rng, ("What are {}?", "Tell me {}.", "I need {}.")).format(
-        listing([fact.key for fact in asked])
+        listing([fact.key for fact in chosen])
     )
-    return question, capital(listing([f"{fact.theirs} is {fact.value}" for fact in asked])) + "."
+    return question, capital(listing([f"{fact.theirs} is {fact.value}" for fact in chosen])) + "."
 
 
 def quiz(rng: Random, known: list[Fact], rounds: int) -> list[Turn]:
@@ -111,8 +111,8 @@ def _tell(rng: Random, known: list[Fact]) -> list[Turn]:
     turns, left = [], list(known)
     while left:
         size = 1 if rng.random() < 0.6 else rng.randint(1, 3)
-        told, left = left[:size], left[size:]
-        turns.append((" ".join(state(rng, fact) for fact in told), acknowledge(rng, told)))
+        facts, left = left[:size], left[size:]
+        turns.append((" ".join(state(rng, fact) for fact in facts), acknowledge(rng, facts)))
     return turns
 
 
@@ -148,10 +148,10 @@ def chat_about(rng: Random, tokens: int, known: list[Fact]) -> list[Message]:
     if rng.random() < 0.5:
         turns = tell + chatter
     else:
-        places = sorted(rng.randint(0, len(chatter)) for _ in tell)
+        indices = sorted(rng.randint(0, len(chatter)) for _ in tell)
         turns = list(chatter)
-        for place, turn in reversed(list(zip(places, tell, strict=True))):
-            turns.insert(place, turn)
+        for index, turn in reversed(list(zip(indices, tell, strict=True))):
+            turns.insert(index, turn)
     return messages(turns + quiz(rng, known, rounds))
 
 
@@ -170,16 +170,16 @@ def multi_value(rng: Random, tokens: int) -> list[Message]:
     """Say one key several times with different values; the question asks for all of them."""
     topics = similar(rng, rng.randint(1, max(1, min(4, tokens // 150))))
     values = {fact.key: [digits(rng) for _ in range(rng.randint(2, 4))] for fact in topics}
-    told = [(key, value) for key in values for value in values[key]]
-    rng.shuffle(told)
-    lines = [f"One of {_plural(key)} is {value}." for key, value in told]
+    pairs = [(key, value) for key in values for value in values[key]]
+    rng.shuffle(pairs)
+    lines = [f"One of {_plural(key)} is {value}." for key, value in pairs]
     text = hide(rng, lines, tokens - 50 * len(topics))
     turns = []
     for key in values:
         plural = _plural(key)
-        asked = pick(rng, ("What are all {}?", "Tell me all {}.", "List {}.")).format(plural)
-        in_order = [value for other, value in told if other == key]
-        turns.append((asked, f"{capital(plural)} are {listing(in_order)}."))
+        question = pick(rng, ("What are all {}?", "Tell me all {}.", "List {}.")).format(plural)
+        in_order = [value for other, value in pairs if other == key]
+        turns.append((question, f"{capital(plural)} are {listing(in_order)}."))
     turns[0] = (f"{text}\n\n{turns[0][0]}", turns[0][1])
     return messages(turns)
 
@@ -212,16 +212,16 @@ def needle(rng: Random, tokens: int) -> list[Message]:
     if what == "word":
         keys = {key: f"{pick(rng, words.ADJECTIVES)}-{pick(rng, words.NOUNS)}" for key in keys}
     text = hide(rng, [_NEEDLE.format(what, *item) for item in keys.items()], tokens - 110)
-    asked = rng.sample(list(keys), min(len(keys), rng.randint(1, 4)))
-    verb, s, are = ("is", "", "is") if len(asked) == 1 else ("are", "s", "are")
+    queried = rng.sample(list(keys), min(len(keys), rng.randint(1, 4)))
+    verb, s, are = ("is", "", "is") if len(queried) == 1 else ("are", "s", "are")
     question = (
         f"Some special magic {what}s are hidden within the following text. Make sure to memorize "
         f"it. I will quiz you about the {what}s afterwards.\n{text}\nWhat {verb} the special magic "
-        f"{what}{s} for {listing(asked)} mentioned in the provided text?"
+        f"{what}{s} for {listing(queried)} mentioned in the provided text?"
     )
-    values = listing([keys[key] for key in asked])
+    values = listing([keys[key] for key in queried])
     answer = (
-        f"The special magic {what}{s} for {listing(asked)} mentioned in the provided text {are} "
+        f"The special magic {what}{s} for {listing(queried)} mentioned in the provided text {are} "
         f"{values}."
     )
     return messages([(question, answer)])
@@ -243,8 +243,8 @@ def variables(rng: Random, tokens: int) -> list[Message]:
             name = copy
     rounds = min(len(value_of), 5)
     text = hide(rng, lines, tokens - 25 * rounds, pick(rng, ("\n", " ")))
-    asked = rng.sample(list(value_of), rounds)
-    turns = [(f"What is the value of {name}?", f"{name} is {value_of[name]}.") for name in asked]
+    chosen = rng.sample(list(value_of), rounds)
+    turns = [(f"What is the value of {name}?", f"{name} is {value_of[name]}.") for name in chosen]
     turns[0] = (f"{text}\n\n{turns[0][0]}", turns[0][1])
     return messages(turns)
 
@@ -262,10 +262,10 @@ def phone_book(rng: Random, tokens: int) -> list[Message]:
         book.setdefault(name, digits(rng))
     mark = pick(rng, (": ", " - ", ", "))
     lines = [name + mark + number for name, number in book.items()]
-    asked = rng.sample(list(book), min(6, len(book)))
+    chosen = rng.sample(list(book), min(6, len(book)))
     turns = [
         ask(rng, Fact(f"{name}'s {pick(rng, ('phone number', 'number'))}", book[name]))
-        for name in asked
+        for name in chosen
     ]
     turns[0] = ("Here is a phone book.\n" + "\n".join(lines) + "\n\n" + turns[0][0], turns[0][1])
     return messages(turns)

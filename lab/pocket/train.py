@@ -238,7 +238,7 @@ class Trainer:
         self.digits, self.assistant = digit_table(tokenizer).to(device), assistant_id(tokenizer)
         self.optimizer = _optimizer(model, plan)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _pace(plan, steps))
-        self.places = Random(0)
+        self.starts = Random(0)  # draws where the survival loss begins
         self.loss: Callable[..., tuple[torch.Tensor, torch.Tensor]] = weighted_loss
         if cuda:  # one graph per layer and row length compiles far faster than one of all layers
             torch._dynamo.config.recompile_limit = 64
@@ -257,7 +257,7 @@ class Trainer:
             loss, answers = self.loss(hidden, self.model.lm_head.weight, ids, weight)
             if marks.any():
                 facts = marks.to(self.device, torch.bool, non_blocking=True)
-                start = self.places.randint(ids.shape[1] // 2, ids.shape[1] - BLOCK)
+                start = self.starts.randint(ids.shape[1] // 2, ids.shape[1] - BLOCK)
                 survival = survival_loss(self.model, inputs, facts, start)
         torch.autograd.backward(loss + self.plan.survival * survival)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

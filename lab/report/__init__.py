@@ -102,10 +102,10 @@ def regions(figures: dict[str, Any], recent: int = 32) -> list[dict[str, Any]]:
     There is one for the first 4 tokens, for the newest `recent` and for those between; and the
     share of all tokens that no head of any layer holds.
     """
-    places = figures["kv_heads"] * len(figures["layers"])
+    heads = figures["kv_heads"] * len(figures["layers"])
     rows = []
     for run in figures["runs"]:
-        held = [sum(column) / places for column in zip(*run["heads"], strict=True)]
+        held = [sum(column) / heads for column in zip(*run["heads"], strict=True)]
         newest = max(4, len(held) - recent)
         parts = {"first": held[:4], "between": held[4:newest], "newest": held[newest:]}
         means = {name: sum(x) / len(x) if x else None for name, x in parts.items()}

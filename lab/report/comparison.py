@@ -81,8 +81,8 @@ def _require_pairs(
             "positions, and the scores of their samples; run one kvcap eval with both"
         )
 
-    def place(pair: tuple[Cell, Cell, Comparison]) -> tuple[Any, ...]:
+    def sort_key(pair: tuple[Cell, Cell, Comparison]) -> tuple[Any, ...]:
         setting = capped(*pair[:2])
         return group(setting), setting.positions, setting.budget or 0
 
-    return sorted(compared, key=place)
+    return sorted(compared, key=sort_key)

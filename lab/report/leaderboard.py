@@ -76,13 +76,13 @@ def write(folders: Sequence[Path], target: Path, plot: bool = False) -> list[Pat
         for number, (part, heading) in enumerate(zip(parts, headings(parts), strict=True)):
             if not plot or not any(cell.setting.budget for cell in part):
                 continue
-            place = target.parent / "pictures" / f"{target.stem}-{_file_name(heading)}.png"
-            if place in pictures.values():
-                place = place.with_stem(f"{place.stem}-{number + 1}")
-            place.parent.mkdir(exist_ok=True)
-            leaderboard.figure(tables(part), heading).savefig(place)
-            pictures[number] = place
-        links = {number: f"pictures/{place.name}" for number, place in pictures.items()}
+            picture = target.parent / "pictures" / f"{target.stem}-{_file_name(heading)}.png"
+            if picture in pictures.values():
+                picture = picture.with_stem(f"{picture.stem}-{number + 1}")
+            picture.parent.mkdir(exist_ok=True)
+            leaderboard.figure(tables(part), heading).savefig(picture)
+            pictures[number] = picture
+        links = {number: f"pictures/{picture.name}" for number, picture in pictures.items()}
         made = page(parts, text, links) + measured_by(cells, target, plot)
         target.write_text(made, encoding="utf-8")
     except OSError as error:
@@ -120,17 +120,17 @@ def sections(cells: Iterable[Cell]) -> list[list[Cell]]:
     """
     ordered = sorted(cells, key=lambda cell: cell.setting.depth or 0.0)  # the order of pooling
     models = [*dict.fromkeys(cell.setting.model for cell in ordered)]
-    place = {model: number for number, model in enumerate(models)}
+    order = {model: number for number, model in enumerate(models)}
     grouped = sorted(
-        pooled(ordered), key=lambda cell: (place[cell.setting.model], _section(cell.setting))
+        pooled(ordered), key=lambda cell: (order[cell.setting.model], _section(cell.setting))
     )
     return [list(part) for _, part in groupby(grouped, key=lambda cell: _section(cell.setting))]
 
 
 def _section(s: Setting) -> tuple[Any, ...]:
-    asked = s.question is not None, s.question or ""
+    question = s.question is not None, s.question or ""
     how = -s.samples, s.seed, s.block_size, s.max_new_tokens or 0  # the most samples first
-    return s.model, s.task, s.data or "", *asked, s.dtype, *how
+    return s.model, s.task, s.data or "", *question, s.dtype, *how
 
 
 def headings(parts: Sequence[Sequence[Cell]]) -> list[str]:
@@ -198,7 +198,7 @@ def _table(table: RankingTable) -> list[str]:
 def _column(cells: Sequence[Cell | None]) -> list[str]:
     """Return the scores of a column, with the best and those that tie with it in bold."""
     best = tied_with_best(cells)
-    return [_score(cell, bold=place in best) for place, cell in enumerate(cells)]
+    return [_score(cell, bold=index in best) for index, cell in enumerate(cells)]
 
 
 def _score(cell: Cell | None, bold: bool = False) -> str:
@@ -223,7 +223,7 @@ def _code(name: str) -> str:
 
 
 def _heading(s: Setting) -> str:
-    return ", ".join(filter(None, (f"{_shown(s.model)}: {_shown_task(s.task)}", s.asked)))
+    return ", ".join(filter(None, (f"{_shown(s.model)}: {_shown_task(s.task)}", s.asking)))
 
 
 def _shown(path: str) -> str:

@@ -81,13 +81,13 @@ def ranked(columns: Mapping[str, Sequence[Cell | None]]) -> list[RankedPolicy]:
         columns: for each name, a cell or None for every column.
     """
 
-    def place(row: RankedPolicy) -> tuple[bool, float, str]:
+    def sort_key(row: RankedPolicy) -> tuple[bool, float, str]:
         if row.mean is None:
             return True, float("inf"), row.name
         sign = -1 if row.mean.of.higher_is_better else 1
         return not row.whole, sign * row.mean.score, row.name
 
-    return sorted((RankedPolicy.of(*given) for given in columns.items()), key=place)
+    return sorted((RankedPolicy.of(*given) for given in columns.items()), key=sort_key)
 
 
 def mean_of(cells: Sequence[Cell]) -> Cell:
@@ -119,33 +119,33 @@ def mean_ranks(cells: Iterable[Cell]) -> dict[str, float]:
     The best has rank 1, and equal scores share the mean of their ranks. Recall and types of slots
     are no part of a policy's name here. Policies that lack a cell that others have are left out.
     """
-    places: dict[Any, dict[str, float]] = {}
+    groups: dict[Any, dict[str, float]] = {}
     for cell in cells:
         s = cell.setting
         if s.budget is not None:
             name = label(replace(s, recall=0, kv_dtype=None))
             score = -cell.score if cell.of.higher_is_better else cell.score
-            place = places.setdefault((s.model, s.task, s.length, s.budget, s.positions), {})
-            place[name] = score
-    names = dict.fromkeys(name for place in places.values() for name in place)
-    whole = [name for name in names if all(name in place for place in places.values())]
+            scores = groups.setdefault((s.model, s.task, s.length, s.budget, s.positions), {})
+            scores[name] = score
+    names = dict.fromkeys(name for scores in groups.values() for name in scores)
+    whole = [name for name in names if all(name in scores for scores in groups.values())]
     ranks = {
         name: fmean(
-            sum((place[o] < place[name]) + (place[o] == place[name]) / 2 for o in whole) + 0.5
-            for place in places.values()
+            sum((scores[o] < scores[name]) + (scores[o] == scores[name]) / 2 for o in whole) + 0.5
+            for scores in groups.values()
         )
         for name in whole
     }
-    return dict(sorted(ranks.items(), key=lambda found: found[1]))
+    return dict(sorted(ranks.items(), key=lambda pair: pair[1]))
 
 
 def tied_with_best(column: Sequence[Cell | None]) -> set[int]:
     """Return the indices of a column's best cell and of those that do not differ from it."""
-    there = {place: cell for place, cell in enumerate(column) if cell is not None}
-    if not there:
+    present = {index: cell for index, cell in enumerate(column) if cell is not None}
+    if not present:
         return set()
-    best = max(there.values(), key=lambda c: c.score if c.of.higher_is_better else -c.score)
-    return {place for place, cell in there.items() if cell is best or not differ(best, cell)}
+    best = max(present.values(), key=lambda c: c.score if c.of.higher_is_better else -c.score)
+    return {index for index, cell in present.items() if cell is best or not differ(best, cell)}
 
 
 def differ(a: Cell, b: Cell) -> bool:
@@ -171,7 +171,7 @@ def check_same_samples(cells: Iterable[Cell]) -> None:
     """
     seen: dict[Setting, Setting] = {}
     for s in (cell.setting for cell in cells):
-        asked = replace(
+        key = replace(
             s,
             policy="",
             positions="true",
@@ -181,7 +181,7 @@ def check_same_samples(cells: Iterable[Cell]) -> None:
             samples=0,
             seed=0,
         )
-        other = seen.setdefault(asked, s)
+        other = seen.setdefault(key, s)
         if (other.samples, other.seed) != (s.samples, s.seed):
             raise ValueError(
                 f"{s.model}, {s.task}, {s.length:,} tokens: {other.samples} samples of seed "

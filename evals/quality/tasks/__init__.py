@@ -51,8 +51,8 @@ class Sample:
     @property
     def messages(self) -> list[dict[str, str]]:
         """Return the conversation to be answered."""
-        asked = ("user", f"{self.context}{self.joint}{self.question}")
-        return [{"role": role, "content": content} for role, content in (*self.before, asked)]
+        last = ("user", f"{self.context}{self.joint}{self.question}")
+        return [{"role": role, "content": content} for role, content in (*self.before, last)]
 
     @property
     def plain(self) -> str:
@@ -243,25 +243,31 @@ def prompt_parts(
             "--question after: this task has a question without a text before it; use --question "
             "aware"
         )
-    text, asked = _text(tokenizer, sample), sample.question.strip()
-    place = text.rfind(asked, 0, len(text) - len(sample.opening)) if asked else -1
-    if place < 0:
+    before, question_text, _ = _around_question(tokenizer, sample)
+    if not question_text:
         raise ValueError(
-            "--question after: this sample's question is not found in what the chat template "
-            "writes; use --question aware"
+            "--question after: this sample's question is not in what the chat template writes; "
+            "use --question aware"
         )
     # A token across the border has letters of the question, so it belongs to the question.
-    split = common_prefix(_encode(tokenizer, sample, text[:place]), ids)
+    split = common_prefix(_encode(tokenizer, sample, before), ids)
     return ids[:split], ids[split:]
+
+
+def _around_question(tokenizer: Any, sample: Sample) -> tuple[str, str, str]:
+    """Return a prompt's text before the question, the question, and the rest; '' where it lacks."""
+    text, question = _text(tokenizer, sample), sample.question.strip()
+    end = len(text) - len(sample.opening)
+    before, separator, rest = text[:end].rpartition(question) if question else (text, "", "")
+    return before, separator, rest + text[end:]
 
 
 def answer_start(tokenizer: Any, sample: Sample, ids: Sequence[int]) -> int:
     """Return where in a prompt the question has ended, and what prepares the answer begins."""
-    text, asked = _text(tokenizer, sample), sample.question.strip()
-    place = text.rfind(asked, 0, len(text) - len(sample.opening)) if asked else -1
-    if place < 0:
+    _, question, rest = _around_question(tokenizer, sample)
+    if not question:
         return len(ids)
-    behind = tokenizer(text[place + len(asked) :], add_special_tokens=False)["input_ids"]
+    behind = tokenizer(rest, add_special_tokens=False)["input_ids"]
     return len(ids) - common_suffix(ids, behind)
 
 

@@ -87,14 +87,14 @@ def shorten(sample: RowSample, tokenizer: Any, length: int) -> RowSample:
 
 def _sample(row: Row, kind: Set) -> RowSample:
     before, _, after = kind.template.partition("{context}")
-    asked = after.replace("{input}", row.text("input"))
-    question = asked.lstrip()
+    ending = after.replace("{input}", row.text("input"))
+    question = ending.lstrip()
     classes = row.given.get("all_classes")
     return RowSample(
         before + row.text("context"),
         question,
         row.texts("answers"),
-        joint=asked.removesuffix(question),
+        joint=ending.removesuffix(question),
         chat=kind.chat,
         metric=kind.metric,
         classes=row.texts("all_classes") if classes or kind.metric == "classification" else (),

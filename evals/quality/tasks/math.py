@@ -29,5 +29,5 @@ def from_file(path: str, part: str = "") -> RowsTask:
 
 
 def _sample(row: Row) -> RowSample:
-    asked = f"{row.text('problem')}\n\n{ASKS}"
-    return RowSample("", asked, row.texts("answer"), joint="", metric="math", where=row.where)
+    question = f"{row.text('problem')}\n\n{ASKS}"
+    return RowSample("", question, row.texts("answer"), joint="", metric="math", where=row.where)

@@ -23,20 +23,20 @@ def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
     turns = max(2, min(TURNS, length // TURN))
     while True:
         facts = number_facts(rng, turns)
-        asked = facts[min(turns - 1, int(depth * turns))]
+        target = facts[min(turns - 1, int(depth * turns))]
 
-        def write(sentences: list[str], facts: Any = facts, asked: Any = asked) -> Sample:
+        def write(sentences: list[str], facts: Any = facts, target: Any = target) -> Sample:
             before: list[tuple[str, str]] = []
             for index, fact in enumerate(facts):
                 rest = sentences[index::turns]
                 middle = len(rest) // 2
                 message = " ".join([*rest[:middle], fact.statement, *rest[middle:]])
                 before += [("user", message), ("assistant", REPLY)]
-            return Sample("", asked.question, (asked.value,), joint="", before=tuple(before))
+            return Sample("", target.question, (target.value,), joint="", before=tuple(before))
 
         sample = write(fit(lambda s: len(prompt_ids(tokenizer, write(s))), filler(rng), length))
         before = " ".join(text for _, text in sample.before)
-        if before.count(asked.value) == 1:  # another sentence may have the same number
+        if before.count(target.value) == 1:  # another sentence may have the same number
             return sample
 
 

@@ -4,5 +4,5 @@ from kvcap.evals.quality.ruler import Needles, string_match_all
 
 MAX_NEW_TOKENS = 128
 PLACED = False  # answers are spread over the text
-make = Needles(asked=4).make
+make = Needles(queried=4).make
 score = string_match_all

@@ -29,8 +29,8 @@ def _draw(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
     fact = number_facts(rng, 1)[0]
 
     def write(sentences: list[str]) -> Sample:
-        place = int(depth * (len(sentences) + 1))
-        lines = [*sentences[:place], fact.statement, *sentences[place:]]
+        index = int(depth * (len(sentences) + 1))
+        lines = [*sentences[:index], fact.statement, *sentences[index:]]
         return Sample(" ".join(lines), fact.question, (fact.value,), cue="Answer:")
 
     return write(fit(lambda s: len(prompt_ids(tokenizer, write(s))), filler(rng), length))

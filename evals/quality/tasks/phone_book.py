@@ -19,11 +19,11 @@ MAX_NEW_TOKENS = 32
 def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
     """Make a list with the requested entry at `depth`."""
     book = _entries(rng)
-    asked = next(book)
-    fact = Fact(f"{asked.key}'s phone number", asked.value)
+    entry = next(book)
+    fact = Fact(f"{entry.key}'s phone number", entry.value)
 
     def write(entries: list[str], prose: list[str]) -> Sample:
-        lines = scatter([_line(asked)], [depth], entries)
+        lines = scatter([_line(entry)], [depth], entries)
         return Sample(
             "\n".join([" ".join([*prose, "Here is a phone book."]), *lines]),
             fact.question,

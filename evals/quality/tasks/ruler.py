@@ -83,8 +83,8 @@ def _sample(row: Row, family: RulerFormat) -> RowSample:
             f"{row.where} was prepared with a chat template; prepare it with "
             "--model_template_type base, as the model's own template is written here"
         )
-    context, found, question = text.rpartition(family.asks)
-    if not found:
+    context, separator, question = text.rpartition(family.asks)
+    if not separator:
         raise ValueError(f"{row.where}: no {family.asks!r} in 'input'; is it of another task?")
     if "answer_prefix" in row.given:
         opening = row.text("answer_prefix")
@@ -94,7 +94,7 @@ def _sample(row: Row, family: RulerFormat) -> RowSample:
     shown = context.rstrip()
     return RowSample(
         shown,
-        found + question,
+        separator + question,
         row.texts("outputs"),
         joint=context.removeprefix(shown),
         opening=opening,
