@@ -244,7 +244,7 @@ def eval_command(
         device=device,
         batch_size=batch_size,
         options=policy_options(policy_option, sink_tokens),
-        kv_dtype=kv_dtype,  # type: ignore[arg-type]  # the cache refuses other names
+        kv_dtype=kv_dtype,
         questions=names_of(question.replace("both", "aware,after")),  # type: ignore[arg-type]
         depths=(None,) if depths is None else shares_of("depths", depths),
         max_new_tokens=max_new_tokens,

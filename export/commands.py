@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvcap.export.graphs.formulations import FORMULATIONS, TRACED
+from kvcap.runtime.cache.formats import CHOICES
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.cli.declare import CommandGroup, argument, option
 from kvcap.runtime.cli.options import checked_folder
@@ -221,11 +222,12 @@ def decoder_command(
         metavar="FILE",
         panel="Model",
     ),
-    kv_dtype: Literal["int8", "int8-int4", "int4"] | None = option(
+    kv_dtype: str | None = option(
         None,
         "Hold keys and values in 8 bits, so that the same bytes hold up to four times as "
         "many (in the type of the cache by default).",
         metavar="[int8]",
+        choices=CHOICES,
         panel="Memory",
     ),
     out: Path | None = option(

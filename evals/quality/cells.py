@@ -15,7 +15,6 @@ from kvcap.runtime.files import SETTINGS, check_plain
 from kvcap.runtime.types import Positions
 
 if TYPE_CHECKING:
-    from kvcap.runtime.cache.slot_format import KvDtype
 
 CELLS = "cells.jsonl"  # a file in a sweep's folder
 
@@ -40,7 +39,7 @@ class Setting:
     seed: int
     block_size: int
     options: Options = ()  # options of the policy, sorted by name
-    kv_dtype: KvDtype | None = None  # type of slots; None: `dtype`
+    kv_dtype: str | None = None  # type of slots; None: `dtype`
     question: Question | None = "aware"
     """Says when the question is read, with the context or after its eviction; None: no question."""
     depth: float | None = None

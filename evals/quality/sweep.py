@@ -48,7 +48,7 @@ from kvcap.evals.reports import versions
 from kvcap.policies import PINS, load_policy, policies
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cache.layout import default_positions
-from kvcap.runtime.cache.slot_format import KvDtype
+from kvcap.runtime.cache.slot_format import SlotFormat
 from kvcap.runtime.errors import CellsFailed, first_line
 from kvcap.runtime.files import locked
 from kvcap.runtime.memory.free_memory import process_bytes
@@ -86,7 +86,7 @@ class Sweep:
     device: str | None = None
     batch_size: int = 8  # prompts read at once
     options: Mapping[str, Any] = field(default_factory=dict)  # for all policies that have them
-    kv_dtype: KvDtype | None = None  # type of slots; None: the model's own
+    kv_dtype: str | None = None  # type of slots; None: the model's own
     questions: Sequence[Question] = ("aware",)  # see `Setting.question`
     depths: Sequence[float | None] = (None,)  # see `Setting.depth`
     max_new_tokens: int | None = None  # most tokens of an answer; None: by the task
@@ -311,7 +311,7 @@ def usual_positions(sweep: Sweep, config: Any) -> Positions:
     if sweep.positions:
         return sweep.positions[0]
     shape = ModelShape.of(config.get_text_config(decoder=True))
-    slots, fixed = max(sweep.budgets) + sweep.block_size, sweep.kv_dtype == "int4"
+    slots, fixed = max(sweep.budgets) + sweep.block_size, SlotFormat.of(sweep.kv_dtype).unrotated
     return default_positions(shape, slots, unchanging=fixed)
 
 

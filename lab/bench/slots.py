@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -40,7 +40,7 @@ from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.settings import CacheSettings
-from kvcap.runtime.cache.slot_format import KvDtype
+from kvcap.runtime.cache.formats import CHOICES
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.files import load_config, load_model
 from kvcap.runtime.models.names import resolve
@@ -171,7 +171,7 @@ def _in_pytorch(options: BenchmarkOptions, device: str) -> Iterator[list[TimedCa
     floats = str(model.dtype).removeprefix("torch.")
     policy, block = options.policies[0], options.block_size
 
-    def made(kind: KvDtype | None, equal: str, slots: int) -> TimedCache:
+    def made(kind: str | None, equal: str, slots: int) -> TimedCache:
         cache = BudgetCache(
             model.config, slots, block, policy, positions=COMPACT, kv_dtype=kind
         ).allocate(1, model.dtype, device)
@@ -182,7 +182,7 @@ def _in_pytorch(options: BenchmarkOptions, device: str) -> Iterator[list[TimedCa
     for budget in options.budgets:
         caches = [made(None, "slots", budget)]
         held = caches[0].loop.cache.nbytes
-        for kind in get_args(KvDtype):
+        for kind in CHOICES:
             fitting = MemoryPlan.of(
                 model.config,
                 policy=policy,

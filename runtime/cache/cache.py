@@ -113,7 +113,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         slot_format = SlotFormat.of(kv_dtype)
         if positions is None:
             moves = shape.can_be_compact(tokens + block)
-            positions = usual_positions(kv_dtype == "int4") if moves else "true"
+            positions = usual_positions(slot_format.unrotated) if moves else "true"
         self.layout = CacheLayout(shape, self.eviction, tokens, block, positions, slot_format)
         self.eviction = self.layout.eviction
         self.eviction.check(tokens, len(shape.capped), shape.kv_heads)

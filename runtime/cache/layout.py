@@ -16,7 +16,8 @@ import torch
 
 from kvcap.policies import Eviction
 from kvcap.runtime.cache.pool import SHIFT
-from kvcap.runtime.cache.slot_format import Shapes, SlotFormat
+from kvcap.runtime.cache.slot_format import SlotFormat
+from kvcap.runtime.cache.slot_numbers import Shapes
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.rope import Rope, table_dtype
@@ -115,13 +116,14 @@ class CacheLayout:
                 f"{self.eviction.name!r} keeps evicted tokens beside them; use its base without "
                 "the corrector, or leave kv_dtype out"
             )
-        if size % 2 and name != "int8":
+        if size % 2 and any(numbers.in_pairs for numbers in self.slot_format.types):
             raise UnsupportedModel(
                 f"kv_dtype={name!r} has two numbers in a byte, and a head has {size}; use 'int8'"
             )
-        if name == "int4" and self.positions != "compact" and self.shape.capped_ropes:
+        moves = self.positions != "compact" and self.shape.capped_ropes
+        if moves and self.slot_format.unrotated:
             raise UnsupportedModel(
-                "kv_dtype='int4' holds keys without their rotation, for which positions must be "
+                f"kv_dtype={name!r} holds keys without their rotation, for which positions must be "
                 "compact; use positions='compact' where the model can, or kv_dtype='int8-int4'"
             )
 

@@ -15,7 +15,6 @@ from kvcap.runtime.types import DEFAULT_POLICY, Positions
 
 if TYPE_CHECKING:  # PyTorch stands behind them
     from kvcap.policies import Eviction, Policy
-    from kvcap.runtime.cache.slot_format import KvDtype
 
 BUDGET_TOKENS, BLOCK_SIZE = 256, 128  # where neither is asked for and bytes are not few
 GPU_BLOCK = 512  # on CUDA, where it is at most half the slots: prompts are read much faster
@@ -35,7 +34,7 @@ class SettingNames(TypedDict, total=False):
     policy: str | Eviction | Policy
     positions: Positions | None
     evict_every: int | None
-    kv_dtype: KvDtype | None
+    kv_dtype: str | None
     sink_tokens: int | None
     kv_budget: str | int | None
 
@@ -84,7 +83,7 @@ class CacheSettings:
     policy: str | Eviction | Policy = DEFAULT_POLICY
     positions: Positions | None = None
     evict_every: int | None = 1
-    kv_dtype: KvDtype | None = None
+    kv_dtype: str | None = None
     sink_tokens: int | None = None
     kv_budget: str | int | None = None
 

@@ -45,6 +45,7 @@ class Declared:
     show: bool = True  # the help says its default
     check: Callable[[Any], Any] | None = None  # of what was given; returns what is taken
     complete: Callable[[str], list[str]] | None = None  # for the shell
+    choices: tuple[str, ...] = ()  # all that is taken; by default those of the type
     argument: bool = False  # it has a place and no name
 
     def parameter(self, name: str, hint: Any, default: Any, panel: str | None) -> click.Parameter:
@@ -289,8 +290,8 @@ def _kind(hint: Any) -> tuple[Any, bool]:
 
 
 def _type(kind: Any, declared: Declared) -> Any:
-    if get_origin(kind) is Literal:
-        return click.Choice(get_args(kind))
+    if choices := declared.choices or (get_args(kind) if get_origin(kind) is Literal else ()):
+        return click.Choice(choices)
     if kind in TYPES and (declared.min, declared.max) != (None, None):
         return TYPES[kind](declared.min, declared.max, min_open=declared.above)
     return click.Path(path_type=Path) if kind is Path else kind

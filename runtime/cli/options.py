@@ -21,6 +21,7 @@ from kvcap.runtime.cache.settings import CacheSettings, SettingNames
 from kvcap.runtime.cli.declare import again, argument, setting
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.files import as_text, parse_json, read_text
+from kvcap.runtime.cache.formats import CHOICES
 from kvcap.runtime.models.formats import NAMES
 from kvcap.runtime.models.gguf import AS_THEY_ARE, loadable
 from kvcap.runtime.models.names import is_export, names_gguf
@@ -285,11 +286,12 @@ class CacheOptions:
         metavar="NAME",
         panel="Model",
     )
-    kv_dtype: Literal["int8", "int8-int4", "int4", "q8_0", "q4_0"] | None = setting(
+    kv_dtype: str | None = setting(
         None,
         "Quantise kept keys and values: both to 8 bits, keys to 8 and values to 4, or "
         "both to 4, so that the same bytes keep more (by default they stay as they "
         "are). A GGUF file takes q8_0 and q4_0, llama.cpp's own.",
+        choices=(*CHOICES, "q8_0", "q4_0"),
     )
 
     @property
@@ -309,7 +311,7 @@ class CacheOptions:
             self.budget_tokens,
             self.block_size,
             positions=self.positions,
-            kv_dtype=self.kv_dtype,  # type: ignore[arg-type]  # llama.cpp's types, which others refuse
+            kv_dtype=self.kv_dtype,  # llama.cpp's types, too, which others refuse
             kv_budget=self.kv_budget,
         )
         return CacheSettings.of((given,), more)

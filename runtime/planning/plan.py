@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from kvcap.runtime.cache.settings import SettingNames
-    from kvcap.runtime.cache.slot_format import KvDtype
     from kvcap.runtime.models.weights import Headers, Weights, WeightsSource
 
 BLOCK_SIZES = [BLOCK_SIZE >> i for i in range(8)]  # tried in this order where none is asked for
@@ -85,7 +84,7 @@ class MemoryPlan:
     layers: str = ""  # what the model's layers hold, in words
     position_modes: str = ""  # how positions can be kept, in words
     not_exportable: str = ""  # why ONNX Runtime cannot run the model; '': it can
-    kv_dtype: KvDtype | None = None  # of what slots hold; None: `dtype`
+    kv_dtype: str | None = None  # of what slots hold; None: `dtype`
     weights_dtype: str | None = None  # of matrices; None: `dtype`, or the checkpoint's own
     evicted_in: str = ""  # 'device', 'host' or a directory with a file of them; '': none are kept
     recall_store: int = 0  # at most, beside the cache: the index of a conversation's text
@@ -206,6 +205,7 @@ class MemoryPlan:
         import torch
 
         from kvcap.runtime.cache.layout import default_positions
+        from kvcap.runtime.cache.slot_format import SlotFormat
         from kvcap.runtime.models.config import ModelShape
         from kvcap.runtime.models.packed import check_packing
         from kvcap.runtime.models.weights import weigh
@@ -228,7 +228,7 @@ class MemoryPlan:
         shape, held = ModelShape.of(text), weigh(config, dtype, headers, weights)
         usual = sizes.usual(text)
         tokens, longest = sizes.slots(usual), sizes.longest(text)
-        fixed = settings.kv_dtype == "int4"
+        fixed = SlotFormat.of(settings.kv_dtype).unrotated
         positions = settings.positions or default_positions(shape, longest, unchanging=fixed)
         own = process_bytes() + (RUNNING - held.nbytes if loaded else LOADING)
         baseline = 0 if memory_cap is None else own

@@ -43,7 +43,8 @@ def covers(layout: CacheLayout, evict_every: int, pool: SlotPool) -> bool:
     """
     shape, eviction, moving = layout.shape, layout.eviction, row_kernels.moving(pool.named())
     plain = layout.one_shape and evict_every <= 1 and eviction.corrector is None
-    if not plain or not ready(pool.keys):
+    known = all(numbers.by_kernels for numbers in layout.slot_format.types)
+    if not plain or not known or not ready(pool.keys):
         return False
     if layout.pooled:
         scored = kernels.covers_layers(eviction, shape.heads // shape.kv_heads)

@@ -26,7 +26,8 @@ from kvcap.runtime.cache import pool
 from kvcap.runtime.cache.layer import BudgetLayer
 from kvcap.runtime.cache.pool import SHIFT, Segment
 from kvcap.runtime.cache.settings import CacheSettings
-from kvcap.runtime.cache.slot_format import NUMBERS, SlotFormat
+from kvcap.runtime.cache.formats import numbers_of
+from kvcap.runtime.cache.slot_format import SlotFormat
 from kvcap.runtime.cache.slots import EagerSlots
 from kvcap.runtime.cache.slots.quantised import read_values, weigh_values
 from kvcap.runtime.errors import PlanInfeasible, SessionFileForeign, UnsupportedModel
@@ -60,7 +61,7 @@ def numbers(bits: int, parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("size", GROUPS)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantised_as_by_the_formula(bits, size):
-    kind = NUMBERS[f"int{bits}"]
+    kind = numbers_of(f"int{bits}")
     x = torch.randn(2, 3, 5, size) * torch.logspace(-3, 3, 5)[:, None]
     x[0, 0, 0], x[0, 0, 1], x[0, 0, 2] = 0.0, 3.25, torch.arange(size)
     parts = kind.quantise(x)
@@ -88,7 +89,7 @@ def test_quantised_as_by_the_formula(bits, size):
 def test_scales_reach_from_the_least_number_as_it_is_stored(far, size):
     """Far from zero float16 moves the least number, and the last step must end at the most."""
     x = far + torch.randn(7, size)
-    parts = NUMBERS["int4"].quantise(x)
+    parts = numbers_of("int4").quantise(x)
     for vector, low, scale in zip(x.numpy(), parts["low"], parts["scale"], strict=True):
         groups = vector.reshape(-1, GROUPS[size])
         least = groups.min(-1).astype(np.float16)
