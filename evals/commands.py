@@ -1,4 +1,4 @@
-"""Defines the commands that measure, such as `kvcap eval`, `tune` and `bench`.
+"""Defines the commands that measure, such as `kvcap tune`, `bench` and `memory`.
 
 Imports of torch wait until a command runs. Results go to stdout, everything else to stderr.
 """
@@ -18,22 +18,17 @@ import click
 from click.exceptions import Exit
 
 from kvcap.evals.arguments import (
-    BLOCK_SIZE,
     DEVICE,
     DTYPE,
     JSON,
     MODEL,
-    POLICY_OPTION,
     SEED,
-    SINK_TOKENS,
     THREADS,
     BenchOptions,
     names_of,
     note,
     numbers_of,
-    policy_options,
     progress_bar,
-    shares_of,
 )
 from kvcap.runtime.cli import options
 from kvcap.runtime.cli.console import styled
@@ -43,9 +38,7 @@ from kvcap.runtime.types import SlotUse
 if TYPE_CHECKING:
     from kvcap.evals.calibrate import Calibration
     from kvcap.evals.memory import Baseline, Matrix
-    from kvcap.evals.quality.cells import Cell
     from kvcap.evals.quality.demo import Demo, DemoReport, Question
-    from kvcap.evals.quality.sweep import Sweep
     from kvcap.runtime.session.engine import Engine
 
 ANSWER_SHOWN = 60  # letters of an answer in a table
@@ -75,227 +68,6 @@ BASELINE_LENGTHS: Any = option(
     "(the baseline's by default).",
     metavar="TOKENS",
 )
-
-
-def eval_command(
-    model: str = MODEL,
-    policies: str = option(
-        "keydiff,streaming_llm,full",
-        "Measure these policies, separated by commas; all takes every one that kvcap "
-        "policies lists.",
-        metavar="NAMES",
-        panel="Measure",
-    ),
-    policy_option: list[str] | None = POLICY_OPTION,
-    sink_tokens: int | None = SINK_TOKENS,
-    budgets: str = option(
-        "128,256",
-        "Keep so many slots per KV head; numbers separated by commas.",
-        metavar="SLOTS",
-        panel="Memory",
-    ),
-    tasks: str = option(
-        "niah_single",
-        "Run these tasks, separated by commas. ruler takes all of RULER's that are made "
-        "here; perplexity:FILE, file:PATH, longbench/SET, ruler/TASK and math read files.",
-        metavar="NAMES",
-        panel="Texts",
-    ),
-    data: str | None = option(
-        None, "Read tasks that are files from this folder or file.", metavar="PATH", panel="Texts"
-    ),
-    lengths: str = option(
-        "4096",
-        "Make prompts of so many tokens; numbers separated by commas.",
-        metavar="TOKENS",
-        panel="Texts",
-    ),
-    max_new_tokens: int | None = option(
-        None,
-        "Answer with at most N tokens (as many as the task says by default).",
-        min=1,
-        panel="Measure",
-    ),
-    question: str = option(
-        "aware",
-        "Read the question with the text, or after the text was evicted to the budget.",
-        metavar="aware|after|both",
-        panel="Measure",
-    ),
-    depths: str | None = option(
-        None,
-        "Put the facts at these places of the text, from 0 (start) to 1; numbers "
-        "separated by commas (spread out by default).",
-        metavar="SHARES",
-        panel="Texts",
-    ),
-    recall: str = option(
-        "off",
-        "Read at most N evicted tokens again before a question; several settings "
-        "separated by commas.",
-        metavar="off|auto|N",
-        panel="Measure",
-    ),
-    samples: int = option(50, "Read N prompts in every cell.", panel="Measure"),
-    positions: str = option(
-        "",
-        "Renumber kept tokens (compact), leave their positions (true), or renumber them "
-        "in long texts (auto); several separated by commas (as chat does by default).",
-        metavar="NAMES",
-        panel="Memory",
-    ),
-    block_size: int = BLOCK_SIZE,
-    seed: int = SEED,
-    out: Path = option(
-        Path("out/eval"),
-        "Write cells.jsonl and results.md into this folder.",
-        metavar="DIR",
-        check=options.checked_folder,
-        panel="Output",
-    ),
-    batch_size: int = option(8, "Read N prompts at once.", panel="Device"),
-    dtype: str | None = DTYPE,
-    device: str | None = DEVICE,
-    threads: int | None = THREADS,
-    kv_dtype: str | None = option(
-        None,
-        "Hold keys and values as int8, int8-int4 or int4 (as the model makes them by default).",
-        metavar="NAME",
-        panel="Memory",
-    ),
-    compare: str | None = option(
-        None,
-        "Compare the first of these policies with each of the others, sample by sample.",
-        metavar="NAMES",
-        panel="Output",
-    ),
-    workers: int | None = option(
-        None,
-        "Share the cells among N processes (by default one per GPU, or one on a CPU).",
-        min=1,
-        panel="Device",
-    ),
-    engine: str = option(
-        "local",
-        "Start these processes here, or on a cluster by Ray, which needs kvcap[ray].",
-        metavar="local|ray",
-        panel="Device",
-    ),
-    backend: str | None = option(
-        None,
-        "Run a GGUF file by llama.cpp's library, where all layers share their slots (the "
-        "default where it is found), or in PyTorch.",
-        metavar="llamacpp|torch",
-        panel="Device",
-    ),
-    ray_address: str | None = option(
-        None,
-        "Join the Ray cluster at this address (by default the one that Ray finds).",
-        metavar="HOST:PORT",
-        panel="Device",
-    ),
-    agreement: bool = option(
-        False,
-        "Measure how near predictions stay to the uncapped model's on the text of "
-        "--file, instead of running tasks.",
-        panel="Measure",
-    ),
-    file: str | None = option(
-        None,
-        "Read the text of --agreement from this file; - reads stdin.",
-        "--file",
-        "-f",
-        metavar="FILE",
-        panel="Texts",
-    ),
-    json: bool = JSON,
-) -> None:
-    """Measure what models recall under a cap, by policy, budget and positions.
-
-    Cells that the folder already holds are not run again; after Ctrl-C or a power cut, run the same
-    command. A cell whose worker dies is given to another one once; then it fails, and the others go
-    on.
-
-    With --agreement the text of --file is read under each of them and without a cap, in passages of
-    --lengths tokens, --samples at most; agreement.md and agreement.json go to the folder.
-    """
-    from kvcap.evals.quality.sweep import Sweep, run
-    from kvcap.evals.quality.table import describe, results
-    from kvcap.evals.quality.tasks import spelled_out, with_data
-    from kvcap.evals.quality.workers.crew import Crew
-    from kvcap.runtime.cli.commands import quiet_libraries, use_threads
-    from kvcap.runtime.errors import CellsFailed
-
-    quiet_libraries()
-    use_threads(threads)
-    crew = Crew(engine, workers, threads, ray_address)  # type: ignore[arg-type]  # checked by run()
-    against, failed = names_of(compare or ""), None
-    sweep = Sweep(
-        policies=names_of(policies),
-        budgets=numbers_of("budgets", budgets),
-        tasks=spelled_out(with_data(names_of(tasks), data)),
-        lengths=numbers_of("lengths", lengths),
-        positions=names_of(positions),  # type: ignore[arg-type]  # run() refuses other names
-        samples=samples,
-        model=model,
-        block_size=block_size,
-        seed=seed,
-        dtype=dtype,
-        device=device,
-        batch_size=batch_size,
-        options=policy_options(policy_option, sink_tokens),
-        kv_dtype=kv_dtype,
-        questions=names_of(question.replace("both", "aware,after")),  # type: ignore[arg-type]
-        depths=(None,) if depths is None else shares_of("depths", depths),
-        max_new_tokens=max_new_tokens,
-        recalls=names_of(recall),
-        by_llamacpp=options.Backend(backend).by_llamacpp(model),  # type: ignore[arg-type]
-    )
-    if agreement != (file is not None):
-        raise ValueError("--agreement and --file go together: --agreement -f FILE")
-    if agreement:
-        others = {
-            "--compare": compare,
-            "--data": data,
-            "--max-new-tokens": max_new_tokens,
-            "--workers": workers,
-            "--engine": engine != "local",
-            "--ray-address": ray_address,
-        }
-        if given := [name for name, value in others.items() if value]:
-            raise ValueError(f"--agreement has no use for {', '.join(given)}; leave that out")
-    if file is not None:
-        try:
-            _agreement(sweep, file, out, json)
-        except KeyboardInterrupt:
-            note("interrupted: nothing is kept, the same command begins again")
-            raise
-        return
-    kept = f"nothing is kept in {out}"
-    with progress_bar("{task.completed}/{task.total} cells") as progress:
-        meter = progress.add_task("eval", total=None)
-
-        def report(done: int, total: int, cell: Cell | None) -> None:
-            nonlocal kept
-            kept = f"{done} of {total} cells are kept in {out}"
-            progress.update(meter, completed=done, total=total)
-            if cell is not None:
-                line = f"{cell.score:.2f}  {describe(cell.setting)}  ({cell.seconds:.1f} s)"
-                progress.console.print(line, markup=False)
-
-        def say(text: str) -> None:
-            progress.console.print(f"kvcap: {text}", markup=False)
-
-        try:
-            cells = run(sweep, out, report, crew=crew, compared=against, note=say)
-        except CellsFailed as error:
-            cells, failed = error.cells, error
-        except KeyboardInterrupt:
-            say(f"interrupted: {kept}; the same command runs the rest")
-            raise
-    print(jsonlib.dumps([cell.as_dict() for cell in cells]) if json else results(cells, against))
-    if failed is not None:
-        raise failed
 
 
 def tune_command(
@@ -420,27 +192,6 @@ def tune_command(
         print(shlex.join(line))
 
 
-def _agreement(sweep: Sweep, file: str, out: Path, json: bool) -> None:
-    """Run `kvcap eval --agreement`."""
-    from kvcap.evals.quality.agreement import measure, table
-    from kvcap.runtime.cli.commands import read_input
-
-    if len(sweep.lengths) > 1:
-        raise ValueError("--agreement: give one of --lengths, the most tokens of a passage")
-    with progress_bar("{task.completed:,}/{task.total:,} tokens") as progress:
-        meter = progress.add_task("agreement", total=0)
-
-        def report(done: int, total: int) -> None:
-            progress.update(meter, completed=done, total=total)
-
-        agreement = measure(sweep, read_input(file), report)
-    text, document = table(agreement), jsonlib.dumps(agreement.as_dict())
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "agreement.md").write_text(text, encoding="utf-8")
-    (out / "agreement.json").write_text(document + "\n", encoding="utf-8")
-    print(document if json else text)
-
-
 def demo_command(
     model: str = MODEL,
     tokens: int | None = option(
@@ -518,11 +269,7 @@ def demo_command(
 
 
 def bench_command(
-    name: str = argument(
-        ...,
-        "Run this benchmark: prefill or decode, beside transformers; cpu, beside llama.cpp and "
-        "others; equal-bytes, beside llama.cpp with as many bytes of cache.",
-    ),
+    name: str = argument(..., "Run this benchmark: prefill or decode, beside transformers."),
     *,
     given: BenchOptions,
 ) -> None:

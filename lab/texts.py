@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvcap.evals.quality.sweep import options_of
 from kvcap.lab.captured import capture
 from kvcap.lab.pocket.corpus import conversation
+from kvcap.lab.quality.sweep import options_of
 from kvcap.pocket.prose import filler
 from kvcap.policies import Observation, load_policy
 from kvcap.runtime.backends.pytorch.loop import BlockLoop

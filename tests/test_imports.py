@@ -36,10 +36,10 @@ ONLY_IN = {  # heavy or optional packages, and the one place each is imported
     "llguidance": {"runtime"},
     "adbutils": {"android_bench"},
     "matplotlib": {"lab", "android_bench"},
-    "ray": {"evals", "runtime", "serve"},
-    "rouge_score": {"evals"},
-    "rapidfuzz": {"evals"},
-    "jieba": {"evals"},
+    "ray": {"lab", "runtime", "serve"},
+    "rouge_score": {"lab"},
+    "rapidfuzz": {"lab"},
+    "jieba": {"lab"},
     "lm_eval": {"evals"},
 }
 
@@ -202,7 +202,7 @@ MAY_LOAD: dict[str, set[str]] = {  # of the heavy ones, by what is run; DIR is a
     "export --help": {"kvcap.export.commands"},
     "serve --help": {"kvcap.serve.commands"},
     "bench --help": {"kvcap.lab.commands"},
-    "eval --help": {"kvcap.evals.commands"},
+    "eval --help": {"kvcap.lab.commands"},
 }  # fmt: skip
 COMMAND = """
 import gc, json, sys

@@ -1,1 +1,1 @@
-"""Measures recall under a cap: tasks, sweeps over policies and budgets, tables, the demo."""
+"""Measures what a model still knows under a cap: `kvcap tune` and the demo."""

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
 from random import Random
+from statistics import fmean
 from typing import Any, Literal
 from uuid import UUID
 
-from kvcap.evals.quality.metrics import contains_all
-from kvcap.evals.quality.tasks import Sample, prompt_ids
+from kvcap.evals.quality.prompts import Sample, prompt_ids
 from kvcap.evals.quality.text import fit, fit_whole, scatter
 from kvcap.pocket import words
 from kvcap.pocket.prose import filler, listing, pick
@@ -34,7 +34,7 @@ NOISE = (
 
 def string_match_all(sample: Sample, reply: str) -> float:
     """Return the share of the answers that the reply has, in any case."""
-    return contains_all(reply, sample.answers)
+    return fmean(float(answer.lower() in reply.lower()) for answer in sample.answers)
 
 
 @dataclass(frozen=True)

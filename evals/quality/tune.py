@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +21,15 @@ from rich.table import Table
 
 from kvcap.evals.measure import decode_ms, seconds
 from kvcap.evals.quality.answering import Prompt, recall_of, split_at_question
+from kvcap.evals.quality.prompts import (
+    GOLDEN,
+    PLAIN,
+    Sample,
+    drawn,
+    has_template,
+    prompt_parts,
+    tokens_to_say,
+)
 from kvcap.evals.quality.recommend import (
     FLOOR,
     NEVER,
@@ -31,17 +40,8 @@ from kvcap.evals.quality.recommend import (
     flow_beside,
     share,
 )
-from kvcap.evals.quality.sweep import ALL, PLAIN, spelled_out
-from kvcap.evals.quality.tasks import (
-    GOLDEN,
-    Sample,
-    has_template,
-    load_task,
-    make_samples,
-    prompt_parts,
-    tokens_to_say,
-)
-from kvcap.policies import PolicyError
+from kvcap.evals.quality.ruler import Needles, string_match_all
+from kvcap.policies import PolicyError, policies
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.models.files import encode
 from kvcap.runtime.planning.plan import MemoryPlan, Sizes
@@ -51,6 +51,7 @@ from kvcap.runtime.session.engine import Engine, Loop
 from kvcap.runtime.units import format_bytes
 
 FEWEST = 2  # candidates that are measured however little time there is
+ALL = "all"  # among the names of policies
 FACTS_TASK = "niah_single_2"
 WANTED_ROUNDS, MOST_ROUNDS = 4, 16
 LEAST_PIECES = 2  # pieces that a text must have
@@ -62,6 +63,12 @@ ANSWER = 32  # tokens of an answer, enough for a number
 MARGIN = 1.25  # times the expected duration for which there must be time
 TIMED_BLOCKS, TIMED_TOKENS, REPEATED = 2, 4, range(2)
 Report = Callable[[float, str], None]  # takes seconds since the start, and the current step
+
+
+def spelled_out(names: Iterable[str]) -> list[str]:
+    """Return every policy once, with 'all' replaced by the names of all policies."""
+    parts = ([*policies()] if name == ALL else [name] for name in names)
+    return list(dict.fromkeys(name for part in parts for name in part))
 
 
 @dataclass(frozen=True)
@@ -479,8 +486,15 @@ def _measure(
     tokenizer, most = engine.tokenizer, 0
     report(clock.now, "hiding facts")
     threads = torch.get_num_threads()
-    samples = make_samples(
-        FACTS_TASK, tokenizer, facts_length, MOST_ROUNDS, request.seed, None, threads
+    samples = drawn(
+        FACTS_TASK,
+        Needles().make,
+        tokenizer,
+        facts_length,
+        MOST_ROUNDS,
+        request.seed,
+        None,
+        threads,
     )
     for number in clock.rounds():
         for side in sides:
@@ -517,7 +531,7 @@ def _find_fact(
         prompt = split_at_question(tokenizer, recall, prompt)
     parts = [engine.token_ids([*ids]) for ids in prompt[1]]
     loop = model.loop(side, sum(ids.shape[1] for ids in parts) + limit)
-    return load_task(FACTS_TASK).score(sample, model.answer(loop, parts, limit, recall))
+    return string_match_all(sample, model.answer(loop, parts, limit, recall))
 
 
 def _pieces(opening: Sequence[int], ids: Sequence[int], length: int) -> list[list[int]]:

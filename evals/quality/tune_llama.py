@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcap.evals.quality.llama_cells import answer, losses
+from kvcap.evals.quality.llama_answering import answer, losses
 from kvcap.evals.quality.recommend import UNCAPPED
 from kvcap.evals.quality.tune import Side, TuningRequest
 from kvcap.evals.reports import device_name, versions

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from kvcap.evals.quality.sweep import options_of
 from kvcap.evals.reports import environment
+from kvcap.lab.quality.sweep import options_of
 from kvcap.lab.texts import Text
 from kvcap.runtime.errors import ExtraMissing, how_to_install
 

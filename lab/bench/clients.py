@@ -41,7 +41,6 @@ from typing import Any
 import torch
 
 from kvcap.evals.bench import BenchmarkOptions, Result
-from kvcap.evals.random_models import SHAPES, directory
 from kvcap.evals.reports import device_name, versions
 from kvcap.lab.peers.http_servers import (
     PeerServer,
@@ -50,6 +49,7 @@ from kvcap.lab.peers.http_servers import (
     pieces,
     transformers_server,
 )
+from kvcap.lab.random_models import SHAPES, directory
 from kvcap.runtime.errors import PeerFailed
 from kvcap.runtime.memory.free_memory import free_memory
 

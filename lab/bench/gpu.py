@@ -25,9 +25,9 @@ from torch import Tensor
 from kvcap import kernels
 from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.measure import Plain, percentiles, quoted
-from kvcap.evals.random_models import random_model
 from kvcap.evals.reports import device_name, versions
 from kvcap.lab.bench.kernels import read_bandwidth
+from kvcap.lab.random_models import random_model
 from kvcap.runtime.backends.pytorch.cuda_graphs import PASS
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache

@@ -40,8 +40,8 @@ from torch.nn.functional import normalize
 
 from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.measure import percentiles, seconds
-from kvcap.evals.quality.tasks import make_samples
 from kvcap.evals.quality.text import scatter
+from kvcap.lab.quality.tasks import make_samples
 from kvcap.pocket.prose import filler
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.recall.recall import Passage, Recall

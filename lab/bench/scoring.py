@@ -14,9 +14,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvcap.evals.bench import BenchmarkOptions, Result
-from kvcap.evals.measure import VOCABULARY, eviction_ms, percentiles, random_llama, random_prompt
-from kvcap.evals.quality.answering import COMMON
-from kvcap.evals.quality.sweep import options_of, spelled_out
+from kvcap.evals.measure import VOCABULARY, percentiles, random_llama, random_prompt
+from kvcap.evals.quality.tune import spelled_out
+from kvcap.lab.eviction_time import eviction_ms
+from kvcap.lab.quality.measuring import COMMON
+from kvcap.lab.quality.sweep import options_of
 from kvcap.policies import load_policy
 from kvcap.runtime.cache.cache import BudgetCache
 

@@ -43,8 +43,8 @@ from typing import Any
 
 from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.measure import MIB
-from kvcap.evals.random_models import directory
 from kvcap.lab.peers.http_servers import PeerServer, endless, kvcap_server, pieces
+from kvcap.lab.random_models import directory
 from kvcap.runtime.errors import PeerFailed
 
 DEFAULTS = {"budgets": (256,), "steps": 200, "repeats": 5, "model": "pocket"}

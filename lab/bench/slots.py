@@ -30,17 +30,17 @@ from typing import Any
 import torch
 
 from kvcap.evals.bench import BenchmarkOptions, Result
-from kvcap.evals.bench.cpu import BACKENDS, check_backend, exported
 from kvcap.evals.measure import percentiles
-from kvcap.evals.random_models import SHAPES, directory, random_model
 from kvcap.evals.reports import device_name, versions
+from kvcap.lab.bench.cpu import BACKENDS, check_backend, exported
 from kvcap.lab.bench.gpu import milliseconds
+from kvcap.lab.random_models import SHAPES, directory, random_model
 from kvcap.runtime.backends.onnxruntime.plan import plan_of
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
-from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.cache.formats import CHOICES
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.files import load_config, load_model
 from kvcap.runtime.models.names import resolve

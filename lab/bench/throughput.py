@@ -21,9 +21,9 @@ from transformers import DynamicCache
 
 from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.measure import percentiles, quoted
-from kvcap.evals.random_models import random_model
 from kvcap.evals.reports import device_name, versions
 from kvcap.lab.bench.gpu import milliseconds, require_cuda
+from kvcap.lab.random_models import random_model
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.errors import MemoryCapExceeded

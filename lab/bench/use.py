@@ -40,9 +40,9 @@ from typing import Any
 import torch
 
 from kvcap.evals.bench import BenchmarkOptions, Result
-from kvcap.evals.peers.process import same_imports
-from kvcap.evals.quality.sweep import spelled_out
-from kvcap.evals.random_models import directory
+from kvcap.evals.quality.tune import spelled_out
+from kvcap.lab.peers.process import same_imports
+from kvcap.lab.random_models import directory
 from kvcap.runtime.errors import PeerFailed, first_line
 
 DEFAULTS = {

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from kvcap.evals.bench import BenchmarkOptions, Result
-from kvcap.evals.quality.agreement import compare
-from kvcap.evals.quality.tasks import load_task, make_samples
+from kvcap.lab.quality.agreement import compare
+from kvcap.lab.quality.tasks import load_task, make_samples
 from kvcap.pocket.facts import facts
 from kvcap.pocket.prose import filler
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvcap.evals.peers.process import WAIT
+from kvcap.lab.peers.process import WAIT
 from kvcap.runtime.errors import PeerFailed
 
 ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcap.evals.quality.cells import Cell
 from kvcap.lab.plots import needles, pareto, recall
+from kvcap.lab.quality.cells import Cell
 
 
 def draw(cells: Sequence[Cell], folder: Path) -> list[Path]:

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import groupby
 
-from kvcap.evals.quality.cells import Cell
 from kvcap.evals.quality.scores import cell_score, interval
-from kvcap.evals.quality.table import group
+from kvcap.lab.quality.cells import Cell
+from kvcap.lab.quality.table import group
 
 
 def groups(cells: Iterable[Cell]) -> list[list[Cell]]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvcap.evals.quality.cells import Cell
-from kvcap.evals.quality.table import UNCAPPED
 from kvcap.lab.plots.style import DPI, SIZES, WIDTH, Style, require_matplotlib
+from kvcap.lab.quality.cells import Cell
+from kvcap.lab.quality.table import UNCAPPED
 from kvcap.lab.report.ranking import RankedPolicy, RankingTable, overview
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING
 
-from kvcap.evals.quality.cells import Cell, Setting, label
-from kvcap.evals.quality.table import UNCAPPED
 from kvcap.lab.plots.style import DPI, SIZES, WIDTH, require_matplotlib
+from kvcap.lab.quality.cells import Cell, Setting, label
+from kvcap.lab.quality.table import UNCAPPED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from math import ceil
 from typing import TYPE_CHECKING
 
-from kvcap.evals.quality.cells import Cell, label
-from kvcap.evals.quality.table import UNCAPPED, title
 from kvcap.lab.plots.groups import groups
 from kvcap.lab.plots.labels import put_labels
 from kvcap.lab.plots.style import DPI, SIZES, WIDTH, Style, require_matplotlib
+from kvcap.lab.quality.cells import Cell, label
+from kvcap.lab.quality.table import UNCAPPED, title
 from kvcap.runtime.units import format_bytes
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from math import ceil
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from kvcap.evals.quality.cells import Cell, label
-from kvcap.evals.quality.table import UNCAPPED, title
 from kvcap.lab.plots.groups import groups
 from kvcap.lab.plots.style import DPI, SIZES, WIDTH, require_matplotlib
+from kvcap.lab.quality.cells import Cell, label
+from kvcap.lab.quality.table import UNCAPPED, title
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -16,8 +16,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
-from kvcap.evals.quality.cells import CELLS, Cell, read_folder
-from kvcap.evals.quality.table import results
+from kvcap.lab.quality.cells import CELLS, Cell, read_folder
+from kvcap.lab.quality.table import results
 from kvcap.runtime.files import read_json, read_plain
 
 PICTURE = 16 << 20  # most bytes of a picture

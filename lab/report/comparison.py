@@ -7,9 +7,9 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from kvcap.evals.quality.cells import Cell, label
 from kvcap.evals.quality.paired import Comparison
-from kvcap.evals.quality.table import PAIRED, capped, group, measured, paired_rows, pairs, title
+from kvcap.lab.quality.cells import Cell, label
+from kvcap.lab.quality.table import PAIRED, capped, group, measured, paired_rows, pairs, title
 from kvcap.lab.report.ranking import check_same_samples
 
 # Settings that the two cells of a comparison have in common.

@@ -13,10 +13,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kvcap.evals.quality.cells import Cell, Setting, cells_of
-from kvcap.evals.quality.table import measured
 from kvcap.evals.reports import grid
 from kvcap.lab.plots.groups import pooled
+from kvcap.lab.quality.cells import Cell, Setting, cells_of
+from kvcap.lab.quality.table import measured
 from kvcap.lab.report.ranking import (
     RankingTable,
     check_same_samples,

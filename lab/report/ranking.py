@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from kvcap.evals.quality.cells import Cell, Setting, label
 from kvcap.evals.quality.paired import compare
 from kvcap.evals.quality.scores import cell_score, interval
+from kvcap.lab.quality.cells import Cell, Setting, label
 
 LEVEL = 0.05  # level of significance of a difference of two policies
 

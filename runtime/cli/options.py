@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import click
 
+from kvcap.runtime.cache.formats import CHOICES
 from kvcap.runtime.cache.settings import CacheSettings, SettingNames
 from kvcap.runtime.cli.declare import again, argument, setting
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.files import as_text, parse_json, read_text
-from kvcap.runtime.cache.formats import CHOICES
 from kvcap.runtime.models.formats import NAMES
 from kvcap.runtime.models.gguf import AS_THEY_ARE, loadable
 from kvcap.runtime.models.names import is_export, names_gguf

@@ -35,12 +35,12 @@ COMMANDS = {  # and groups of commands: the module of each, and its name there
     "export": "export.commands.export",
     "android": "android_bench.commands.android",
     "demo": "evals.commands.demo_command",
-    "eval": "evals.commands.eval_command",
     "tune": "evals.commands.tune_command",
     "bench": "evals.commands.bench_command",
     "lm-eval": "evals.commands.lm_eval_command",
 }
 LAB = {  # those of kvcap's makers, which come with the repository alone
+    "eval": "lab.commands.eval_command",
     "analyze": "lab.commands.analyze_command",
     "report": "lab.commands.report_command",
     "bench": "lab.commands.bench_command",  # with more benchmarks

@@ -27,11 +27,13 @@ def test_a_checkout_has_all_commands_and_benchmarks() -> None:
     assert {"prefill", "kernels"} <= bench.benchmarks().keys()
 
 
-@pytest.mark.parametrize("line", ["analyze pocket all", "report out", "bench kernels"])
+@pytest.mark.parametrize(
+    "line", ["analyze pocket all", "eval pocket", "report out", "bench kernels"]
+)
 @pytest.mark.usefixtures("without_lab")
 def test_without_it_they_are_named(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert {*cli.application().commands} == {*cli.COMMANDS}
-    assert {*bench.benchmarks()} == {"cpu", "decode", "equal-bytes", "prefill"}
+    assert {*bench.benchmarks()} == {"decode", "prefill"}
     assert cli.run(line.split()) in (1, 2)
     said = capsys.readouterr().err
     assert said.count("\n") == 1

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvcap.evals.quality.cells import Cell, Setting
 from kvcap.evals.quality.scores import wilson
 from kvcap.lab.plots import draw, needles, pareto, recall, style
 from kvcap.lab.plots.groups import pooled
+from kvcap.lab.quality.cells import Cell, Setting
 
 
 def cell(policy: str, budget: int | None, right: int, mode: Any = "true", **more: Any) -> Cell:

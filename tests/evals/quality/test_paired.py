@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvcap.evals.quality.cells import Cell, Setting
 from kvcap.evals.quality.paired import compare, mcnemar, newcombe
 from kvcap.evals.quality.scores import UNITS
-from kvcap.evals.quality.table import results
+from kvcap.lab.quality.cells import Cell, Setting
+from kvcap.lab.quality.table import results
 
 SHARE, PERPLEXITY = UNITS["share"], UNITS["perplexity"]
 

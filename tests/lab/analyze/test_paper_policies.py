@@ -9,9 +9,9 @@ import torch
 from conftest import tiny_model
 
 from kvcap import cli
-from kvcap.evals.quality import agreement, answering, sweep
-from kvcap.evals.quality.cells import Setting
 from kvcap.lab import analyze
+from kvcap.lab.quality import agreement, measuring, sweep
+from kvcap.lab.quality.cells import Setting
 from kvcap.lab.texts import Text
 
 CONFIG = tiny_model("llama").config
@@ -39,7 +39,7 @@ def setting(policy: str, **options: Any) -> Setting:
     ("obcache-h2o", {}, 4),  # of its paper
 ])  # fmt: skip
 def test_caches_of_cells_pin_what_the_paper_pins(policy, options, sinks):
-    for new_cache in (answering.new_cache, lambda *given: agreement._new_cache(*given, 400)):
+    for new_cache in (measuring.new_cache, lambda *given: agreement._new_cache(*given, 400)):
         assert new_cache(CONFIG, setting(policy, **options)).sinks == sinks
 
 

@@ -13,10 +13,10 @@ import pytest
 from tools import PATIENCE
 
 from kvcap.evals.bench import BenchmarkOptions, load, options_for
-from kvcap.evals.random_models import directory
 from kvcap.lab.bench import clients
 from kvcap.lab.bench.clients import Clients
 from kvcap.lab.peers.http_servers import PeerServer, endless, pieces, running
+from kvcap.lab.random_models import directory
 from kvcap.runtime.errors import PeerFailed
 
 SAYS = "import sys, time; print('at http://127.0.0.1:1/', file=sys.stderr, flush=True)"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvcap.evals.bench import options_for
-from kvcap.evals.random_models import directory
 from kvcap.lab.bench import use
+from kvcap.lab.random_models import directory
 from kvcap.runtime.errors import ModelNotFound, PeerFailed
 
 GIVEN: dict[str, Any] = {

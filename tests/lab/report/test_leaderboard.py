@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from kvcap import cli
-from kvcap.evals.quality.cells import Cell, Setting, add_cell
 from kvcap.evals.quality.scores import UNITS, cell_score, interval
-from kvcap.evals.quality.sweep import Sweep
 from kvcap.lab.plots.leaderboard import drawn_rows, figure
+from kvcap.lab.quality.cells import Cell, Setting, add_cell
+from kvcap.lab.quality.sweep import Sweep
 from kvcap.lab.report.leaderboard import CLOSE, OPEN, commands, sections, write
 from kvcap.lab.report.ranking import RankedPolicy, tables
 from kvcap.runtime.cli.options import pairs as options

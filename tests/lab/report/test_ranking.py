@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvcap.evals.quality.cells import Cell, Setting
 from kvcap.evals.quality.scores import UNITS, cell_score, interval
+from kvcap.lab.quality.cells import Cell, Setting
 from kvcap.lab.report.ranking import (
     check_same_samples,
     differ,

@@ -19,7 +19,7 @@ import pytest
 from tools import PATIENCE
 
 from kvcap import cli
-from kvcap.evals.quality.cells import Cell, Setting, add_cell
+from kvcap.lab.quality.cells import Cell, Setting, add_cell
 from kvcap.lab.report import page, regions
 
 PIXEL = base64.b64decode(

@@ -18,7 +18,7 @@ from torch import Tensor
 import kvcap
 from kvcap import cli
 from kvcap.evals.measure import allocator_peak
-from kvcap.evals.quality.sweep import Sweep
+from kvcap.lab.quality.sweep import Sweep
 from kvcap.runtime.backends.onnxruntime.runtime import PolicyRequest, check_policy
 from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop

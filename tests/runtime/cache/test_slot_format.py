@@ -23,10 +23,10 @@ from kvcap.policies import load_policy, policies
 from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache import pool
+from kvcap.runtime.cache.formats import numbers_of
 from kvcap.runtime.cache.layer import BudgetLayer
 from kvcap.runtime.cache.pool import SHIFT, Segment
 from kvcap.runtime.cache.settings import CacheSettings
-from kvcap.runtime.cache.formats import numbers_of
 from kvcap.runtime.cache.slot_format import SlotFormat
 from kvcap.runtime.cache.slots import EagerSlots
 from kvcap.runtime.cache.slots.quantised import read_values, weigh_values

@@ -20,7 +20,7 @@ from llama_reference import (
     text_ids,
 )
 
-from kvcap.evals.peers.write_gguf import FILE_TYPES, quantise
+from kvcap.lab.peers.write_gguf import FILE_TYPES, quantise
 from kvcap.runtime.backends.llamacpp.library import find_library, load_library
 from kvcap.runtime.backends.llamacpp.loop import LlamaLoop
 from kvcap.runtime.errors import UnsupportedModel

@@ -1,0 +1,266 @@
+"""`kvcap eval --agreement`: figures against whole matrices of logits, planted caps, refusals."""
+
+from __future__ import annotations
+
+import gc
+import json
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import tiny_chat
+import torch
+from conftest import tiny_model
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import AutoTokenizer
+
+import kvcap
+from kvcap import cli, pocket
+from kvcap.evals.quality.scores import bootstrap
+from kvcap.lab.quality.agreement import SettingAgreement, compare, measure, table
+from kvcap.lab.quality.sweep import Sweep
+from kvcap.pocket.facts import facts
+from kvcap.pocket.prose import filler
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.models.files import encode
+
+STATED = iter(facts(Random(0), 60))
+TEXT = " ".join(f"{s} {next(STATED).statement}" for s in islice(filler(Random(0)), 60))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama that knows pocket's tokens."""
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = AutoTokenizer.from_pretrained(pocket.path())
+    size = len(tokenizer)
+    tiny_model("llama", vocab_size=size, max_position_embeddings=512).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def sweep(folder: Path) -> Sweep:
+    return Sweep(
+        model=str(folder),
+        policies=("keydiff", "full"),
+        budgets=(24,),
+        lengths=(100,),
+        samples=2,
+        positions=("compact", "true"),
+        block_size=16,
+        device="cpu",
+    )
+
+
+def only(found: Any, policy: str, positions: str = "true") -> SettingAgreement:
+    (row,) = (
+        row
+        for row in found.rows
+        if (row.setting.policy, row.setting.positions) == (policy, positions)
+    )
+    return row
+
+
+def test_what_is_compared() -> None:
+    mine, truth = torch.randn(2, 7, 30, generator=torch.Generator().manual_seed(0))
+    mine[2] = truth[2]
+    p, q = truth.log_softmax(-1), mine.log_softmax(-1)
+    divergence, same = compare(q, p)
+    expected = torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+    torch.testing.assert_close(divergence, expected)
+    assert divergence[2] == 0
+    assert torch.equal(same, mine.argmax(-1) == truth.argmax(-1))
+    assert not same.all()
+    assert same[2]
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+def test_figures_are_those_of_whole_matrices(positions: Any, sweep: Sweep, folder: Path) -> None:
+    row = only(measure(replace(sweep, positions=(positions,)), TEXT), "keydiff", positions)
+    before, ids = encode(AutoTokenizer.from_pretrained(folder), TEXT)
+    size = 100 - len(before)
+    model = tiny_model(
+        "llama", vocab_size=len(AutoTokenizer.from_pretrained(folder)), max_position_embeddings=512
+    )
+    stock = tiny_model(
+        "llama", "eager", vocab_size=model.config.vocab_size, max_position_embeddings=512
+    )
+    parts: dict[bool, list[Any]] = {False: [], True: []}
+    for start in (0, size):
+        passage = torch.tensor([[*before, *ids[start : start + size]]])
+        with torch.no_grad():
+            truth = stock(passage).logits[0].log_softmax(-1)
+            with kvcap.cap(model, 24, 16, "keydiff", positions=positions, sink_tokens=0):
+                mine = model(passage).logits[0].log_softmax(-1)
+        divergence, same = compare(mine, truth)
+        for evicted, span in ((False, slice(0, 32)), (True, slice(32, None))):
+            parts[evicted].append((divergence[span], same[span]))
+    for evicted, part in ((False, row.fits), (True, row.evicted)):
+        divergence, same = (torch.cat(x) for x in zip(*parts[evicted], strict=True))
+        assert part.tokens == len(same)
+        assert part.same == pytest.approx(float(same.float().mean()), abs=0.011)  # one may tie
+        assert part.kl == pytest.approx(float(divergence.mean()), abs=1e-4)
+    assert sum(part.tokens for part in row.stretches) == 200
+
+
+def test_uncapped_agrees_exactly_and_what_drops_everything_does_not() -> None:
+    sweep = Sweep(
+        policies=("full", "random", "keydiff"),
+        budgets=(4, 192),
+        lengths=(400,),
+        samples=2,
+        positions=("compact",),
+        block_size=64,
+        device="cpu",
+    )
+    found = measure(sweep, TEXT)
+    full = only(found, "full")
+    assert full.evicted.tokens == 0
+    assert (full.fits.same, full.fits.kl, full.fits.tokens) == (1, 0, found.tokens)
+    by = {(row.setting.policy, row.setting.budget): row for row in found.rows}
+    dropped, kept = by["random", 4], by["keydiff", 192]
+    for row in (dropped, kept):
+        assert row.fits.same == 1
+        assert row.fits.kl == pytest.approx(0, abs=1e-6)
+    assert dropped.fits.tokens == 2 * 64
+    assert dropped.evicted.same < kept.evicted.same < 1
+    assert dropped.evicted.kl > 2 * kept.evicted.kl > 0
+    low, high = kept.evicted.kl_interval
+    assert low < kept.evicted.kl < high < dropped.evicted.kl_interval[0]
+
+
+def test_no_more_than_a_block_of_predictions_is_held(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, made, most = BlockLoop.read_every, [], 0
+
+    def watched(self: BlockLoop, ids: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        gc.collect()
+        most = max(most, sum(not there.expired() for there in made))
+        logits = read(self, ids)
+        made.append(StorageWeakRef(logits.untyped_storage()))
+        return logits
+
+    monkeypatch.setattr(BlockLoop, "read_every", watched)
+    measure(sweep, TEXT)
+    assert len(made) > 20
+    assert most <= 2  # the uncapped model's, and those of the setting read last
+
+
+def test_intervals_weigh_blocks_by_their_tokens() -> None:
+    draws = torch.Generator().manual_seed(1)
+    sizes = torch.randint(1, 16, (60,), generator=draws).double()
+    rates = torch.rand(60, generator=draws).double() + (sizes > 8)
+    low, high = bootstrap(rates.tolist(), sizes.tolist())
+    mean = (rates * sizes).sum() / sizes.sum()
+    error = ((rates - mean) * sizes).square().sum().sqrt() / sizes.sum()  # of a ratio of sums
+    assert low == pytest.approx(float(mean - 1.96 * error), abs=0.03)
+    assert high == pytest.approx(float(mean + 1.96 * error), abs=0.03)
+    assert not low < float(rates.mean()) < high
+
+
+def test_passages_keep_to_the_trained_length(sweep: Sweep) -> None:
+    found = measure(replace(sweep, lengths=(4096,), samples=50, policies=("keydiff",)), TEXT)
+    assert found.length == 512
+    assert found.passages == -(-found.tokens // 512) > 1
+    assert "passages of up to 512" in table(found)
+
+
+def test_the_command(sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    out = tmp_path / "out"
+    asked = [
+        "eval",
+        sweep.model,
+        "--agreement",
+        "-f",
+        str(file),
+        "--policies",
+        "keydiff,snapkv",
+        "--policy-option",
+        "window=4",
+        "--budgets",
+        "24,40",
+        "--lengths",
+        "100",
+        "--samples",
+        "2",
+        "--positions",
+        "compact",
+        "--block-size",
+        "16",
+        "--device",
+        "cpu",
+        "--kv-dtype",
+        "int8",
+        "--out",
+        str(out),
+    ]
+    assert cli.run(asked) == 0
+    said = capsys.readouterr().out
+    assert said == (out / "agreement.md").read_text() + "\n"
+    assert "200 tokens in 2 passages of up to 100, blocks of 16, float32" in said
+    assert said.count("| snapkv, window=4, int8 slots | compact   | 40 ") == 2
+    assert cli.run([*asked, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document == json.loads((out / "agreement.json").read_text())
+    assert [(row["policy"], row["budget"]) for row in document["rows"]] == [
+        ("keydiff", 24),
+        ("keydiff", 40),
+        ("snapkv", 24),
+        ("snapkv", 40),
+    ]
+    assert document["rows"][2]["options"] == {"window": 4}
+    assert all(row["kv_dtype"] == "int8" for row in document["rows"])
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "said"),
+    [
+        (" \n", [], "the text is empty"),
+        ("A word.", [], "tokens are read at once, and under a budget of 128 slots"),
+        (TEXT, ["--budgets", "64,2000"], "under a budget of 2,000 slots"),
+        (TEXT, ["--lengths", "256"], "an eviction shows only after 256; give a longer text"),
+        (TEXT, ["--lengths", "512,1024"], "give one of --lengths"),
+        (TEXT, ["--policies", "keydif"], "keydiff"),
+        (TEXT, ["--workers", "2"], "--workers"),
+    ],
+)
+def test_refusals(
+    text: str, more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text(text)
+    out = ["--out", str(tmp_path / "out")]
+    given = ["eval", "pocket", "--agreement", "-f", str(file), "--device", "cpu", *out]
+    assert cli.run([*given, "--budgets", "128", *more]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_a_tokenizer_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = tiny_chat.save(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    assert cli.run(["eval", where, "--agreement", "-f", str(file)]) == 2
+    assert "has no tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [["--agreement"], ["-f", "text.txt"]])
+def test_the_two_options_go_together(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["eval", "pocket", *given]) == 2
+    assert "--agreement -f FILE" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["eval", "pocket", "--agreement", "-f", str(tmp_path / "none")]) == 2
+    assert "cannot read" in capsys.readouterr().err
