@@ -15,9 +15,9 @@ from kvcap.runtime.cache.layout import BufferSpec, CacheLayout
 from kvcap.runtime.cache.pool import Segment, SlotPool
 from kvcap.runtime.cache.positions import CompactPositions, TruePositions
 from kvcap.runtime.cache.query_window import QueryWindow
-from kvcap.runtime.cache.slots import EagerSlots, QuantisedRowSlots, RowSlots, covers, eager_of
+from kvcap.runtime.cache.slots import QuantisedRowSlots, RowSlots, covers, eager_of
+from kvcap.runtime.cache.slots.base import LayerMemory, SlotEngine
 from kvcap.runtime.cache.slots.policy import LayerPolicy
-from kvcap.runtime.cache.storage import CorrectedStorage, LayerStorage, QuantisedStorage
 from kvcap.runtime.models.rope import Rotation, table_dtype
 
 
@@ -67,13 +67,17 @@ class Allocation:
         return sum([x.untyped_storage().nbytes() for named in every for x in named().values()])
 
     @torch.inference_mode(False)  # ordinary tensors may be written to in any mode
-    def layer(self, index: int, like: Tensor) -> LayerStorage:
-        """Allocate all memory of a capped layer, for keys such as `like` [B, K, T, D].
+    def engine(self, like: Tensor, policy: LayerPolicy) -> SlotEngine:
+        """Allocate all memory of a capped layer; return the engine that works on its slots.
+
+        Args:
+            like: keys such as the layer will be given [B, K, T, D].
+            policy: of the layer.
 
         Raises:
             StoreFailed: the file of evicted tokens cannot be made.
         """
-        layout, heads = self.layout, self.layout.shape.heads
+        layout, heads, index = self.layout, self.layout.shape.heads, policy.index
         segments, ring, store, mean = self._segments(index, like), None, None, None
         self.segments += segments
         rotation = self.rotation(like) if layout.rotates[index] else None
@@ -90,16 +94,11 @@ class Allocation:
         if layout.centred(index):
             mean = like.new_zeros(*like.shape[:2], like.shape[3], dtype=torch.float32)
             self._register(f"mean.{index}", partial(dict, keys=mean), like)
-        kind: type[LayerStorage] = LayerStorage if store is None else CorrectedStorage
-        kind = QuantisedStorage if layout.slot_format.quantised else kind
-        return kind(segments, ring, store, positions, later, mean)
-
-    def engine(self, storage: LayerStorage, policy: LayerPolicy) -> EagerSlots | RowSlots:
-        """Make the engine that appends to, attends to and evicts from a layer's slots."""
-        if not self.by_rows:
-            return eager_of(self.layout)(storage, policy, self._evict_every, self.balance)
-        rows = QuantisedRowSlots if self.layout.slot_format.quantised else RowSlots
-        return rows(storage, policy, self.balance)
+        memory = LayerMemory(segments, positions, ring, store, later, mean)
+        if self.by_rows:
+            rows = QuantisedRowSlots if layout.slot_format.quantised else RowSlots
+            return rows(memory, policy, self.balance)
+        return eager_of(layout)(memory, policy, self._evict_every, self.balance)
 
     def rotation(self, like: Tensor) -> Rotation:
         """Return the table of rotations that all capped layers share, for keys such as `like`."""

@@ -586,7 +586,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     @property
     def _stores(self) -> list[EvictedStore]:
-        stores = [layer.evicted_store for layer in self.capped_layers]
+        stores = [layer.engine.evicted_store for layer in self.capped_layers]
         return [store for store in stores if store is not None]
 
     @property

@@ -21,15 +21,11 @@ from kvcap.runtime.attention.functions import Logits
 from kvcap.runtime.attention.latents import LatentBlock, rotated_first
 from kvcap.runtime.attention.masks import MaskNote, Slots
 from kvcap.runtime.cache.allocation import Allocation
-from kvcap.runtime.cache.evicted_store import EvictedStore
-from kvcap.runtime.cache.pool import Segment
 from kvcap.runtime.cache.positions import TruePositions
-from kvcap.runtime.cache.query_window import QueryWindow
 from kvcap.runtime.cache.regions import Regions
-from kvcap.runtime.cache.slots import EagerSlots, RowSlots
+from kvcap.runtime.cache.slots.base import LayerMemory, SlotEngine
 from kvcap.runtime.cache.slots.policy import AttentionCall, LayerPolicy
 from kvcap.runtime.cache.step import ForwardContext, PendingBlock
-from kvcap.runtime.cache.storage import LayerStorage
 from kvcap.runtime.errors import (
     CacheMismatch,
     PositionMismatch,
@@ -60,7 +56,7 @@ def refuse_moving(*_: Any, **__: Any) -> None:
 class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     """A capped layer of a `BudgetCache`, which never holds more slots than it allocated at first.
 
-    Its whole state is how many tokens it has read, its storage, and the block that is pending. It
+    Its whole state is how many tokens it has read, its slots, and the block that is pending. It
     has no reference to the cache, so that a cache is freed as soon as nobody holds it.
 
     Args:
@@ -89,15 +85,10 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self.rope = shape.layers[shape.capped[index]].rope
         self.readers = shape.readers(shape.capped[index])  # layers that attend to its slots
         self.seen = 0  # tokens read
-        self.storage = LayerStorage([], None, None, TruePositions())  # none until it is allocated
-        self.segments: list[Segment] = []  # its slots: one, or one for every head
-        self.query_window: QueryWindow | None = (
-            None  # its last queries, where the policy observes them
-        )
-        self.evicted_store: EvictedStore | None = None  # its evicted tokens, where they are kept
-        self.engine: EagerSlots | RowSlots | None = None
-        """Works on its slots, once they are allocated."""
         self.policy = LayerPolicy(self.layout, index, pinned_spans, regions)
+        self.engine = SlotEngine(LayerMemory([], TruePositions()), self.policy)
+        """Works on its slots; has none until they are allocated."""
+        self.segments = self.engine.segments  # one, or one for every head
         self.pending: PendingBlock | None = None
         self.half_read = False
         """Says that a pass through this layer ended half-way, which makes its slots useless.
@@ -111,7 +102,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def on_device(self) -> tuple[Any, ...]:
         """Return small tensors besides the buffers that a CUDA graph must keep alive."""
-        return () if self.engine is None else (self.engine.on_device,)
+        return (self.engine.on_device,)
 
     @property
     def keys(self) -> Tensor | None:
@@ -148,7 +139,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def excess(self) -> int:
         """Return by how many slots the fullest head exceeds the number that an eviction leaves."""
-        return self.storage.excess
+        return self.engine.excess
 
     def get_seq_length(self) -> int:
         """Return the number of tokens read so far, by which positions and masks count."""
@@ -176,10 +167,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"{given[0]} of {given[1]}; make the cache of the config that the model was made of"
             )
         self._like = key_states.shape[0], key_states.dtype, key_states.device
-        storage = self.storage = self._allocation.layer(self.index, key_states)
-        self.segments, self.query_window = storage.segments, storage.query_window
-        self.evicted_store = storage.evicted_store
-        self.engine = self._allocation.engine(storage, self.policy)
+        self.engine = self._allocation.engine(key_states, self.policy)
+        self.segments = self.engine.segments
         self.is_initialized = True
 
     def update(
@@ -225,7 +214,6 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _append(self, block: PendingBlock) -> None:
         """Write a block into the slots behind those in use."""
-        assert self.engine is not None
         assert self._like is not None
         assert block.arrived is not None
         block.place = block.context.place_of(self.seen, block.length, self._like[2])
@@ -262,7 +250,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises:
             CacheMismatch: before anything is changed.
         """
-        if self.engine is None or (self.rope is not None and self.rope.interleaved):
+        if not self.is_initialized or (self.rope is not None and self.rope.interleaved):
             return None  # the kernel rotates halves
         if (like := (len(key), key.dtype, key.device)) != self._like:
             self._refuse_unlike(like)
@@ -308,9 +296,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         if not block.readers:
             self.pending = None
         call = AttentionCall(module, logits, expansion)
-        assert engine is not None
         if not own:
-            assert isinstance(engine, EagerSlots), "layers that share slots have no rows"
             out = engine.again(query, block, call)
         elif block.arrived is None:
             out = engine.attend(query, block, call)
@@ -358,21 +344,21 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def become_compact(self) -> None:
         """Move all held keys to compact positions; if that fails, the layer is `half_read`."""
         self.half_read = True
-        self.storage.become_compact(self.seen)
+        self.engine.become_compact(self.seen)
         self.half_read = False
 
     def enable_rotation(self) -> None:
         """Have keys rotated whenever they are read, by 0 as long as no token has moved."""
-        self.storage.positions.note_moved()
+        self.engine.positions.note_moved()
 
     def restore_counters(self, seen: int, held: list[int]) -> None:
         """Set the tokens read and each segment's slots in use, as before a block that failed."""
         self.seen, self.pending, self.half_read = seen, None, False
-        self.storage.restore(held)
+        self.engine.restore(held)
 
     def reset(self) -> None:
         """Forget all tokens; the buffers stay allocated."""
-        self.storage.reset()
+        self.engine.reset()
         self.seen, self.pending, self.half_read = 0, None, False
 
     offload = prefetch = refuse_moving

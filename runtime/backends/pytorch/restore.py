@@ -50,17 +50,17 @@ def saved(layer: BudgetLayer) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
     """Return a layer's tensors, each in pieces to be joined, and its other facts, by head."""
     pieces = {f"slots.{name}": rows for name, rows in _rows(layer.segments).items()}
     heads = [s for s in layer.segments for _ in range(s.heads)]
-    kept, ring = layer.evicted_store, layer.query_window
+    kept, ring = layer.engine.evicted_store, layer.engine.query_window
     facts = {
         "held": [s.held for s in heads],
         "budgets": [s.budget for s in heads],
         "stays": [s.target_length for s in heads],
-        "moved": layer.storage.positions.moved,
+        "moved": layer.engine.positions.moved,
         "ring": 0 if ring is None else ring.queries.shape[2],
         "evicted": None,
     }
-    if layer.storage.key_mean is not None:
-        pieces["mean"] = [layer.storage.key_mean]
+    if layer.engine.key_mean is not None:
+        pieces["mean"] = [layer.engine.key_mean]
     if ring is not None:
         pieces |= {"ring.queries": [ring.queries], "ring.shift": [ring.shift]}
     if kept is not None:
@@ -163,7 +163,7 @@ class SavedLayers:
         for name, (one, kind) in pool.format.shapes(size, dtype).items():
             if name in pool.named():  # values may be part of keys
                 self._finite(self._take(index, f"slots.{name}", (total, *one), kind), index)
-        if (mean := layer.storage.key_mean) is not None:
+        if (mean := layer.engine.key_mean) is not None:
             self._finite(self._take(index, "mean", tuple(mean.shape), mean.dtype), index)
         positions = self._take(index, "slots.positions", (total,), torch.int32)
         inside = bool(((positions >= 0) & (positions < self.seen)).all())
@@ -184,7 +184,7 @@ class SavedLayers:
                         self._in_reach(layer, side, ranks + side, "shifts")
             elif self.exact or (name == SHIFT and layer.rotates):
                 self._take(index, f"slots.{name}", (total,), kind)  # says what is missing
-        if layer.query_window is not None and self.seen:
+        if layer.engine.query_window is not None and self.seen:
             length = saved["ring"]
             queries = (1, shape.heads, length, size)
             self._finite(self._take(index, "ring.queries", queries, dtype), index)
@@ -192,7 +192,7 @@ class SavedLayers:
             _, shift = self.window(index)
             newest = torch.tensor(rows[0])[:, None] - length + torch.arange(length)
             self._in_reach(layer, shift, newest.clamp(min=0) + shift, "window")
-        if layer.evicted_store is not None and saved["evicted"] is not None:
+        if layer.engine.evicted_store is not None and saved["evicted"] is not None:
             self._check_evicted(layer, saved, held)
 
     def _in_reach(self, layer: BudgetLayer, shift: Tensor, made_at: Tensor, what: str) -> None:
@@ -206,7 +206,7 @@ class SavedLayers:
         self, layer: BudgetLayer, saved: dict[str, Any], rows: Sequence[Tensor]
     ) -> None:
         """Check the evicted tokens of a layer whose heads hold the positions in `rows`."""
-        index, kept, counts = layer.index, layer.evicted_store, saved["evicted"]
+        index, kept, counts = layer.index, layer.engine.evicted_store, saved["evicted"]
         assert kept is not None
         what = f"layer {index}'s evicted tokens"
         self.demand(len(counts) == len(rows) and max(counts) <= self.seen, what)
@@ -358,11 +358,11 @@ class Refill:
         """Restore a layer: its slots, its window of queries and its evicted tokens."""
         index, saved = layer.index, self.saved.layers[layer.index]
         layer.seen = self.seen
-        layer.storage.positions.note_moved(bool(saved["moved"]))
-        if layer.storage.key_mean is not None:
-            layer.storage.key_mean.copy_(self.saved.tensor(index, "mean"))
-        if layer.query_window is not None:
-            layer.query_window.fill(*self.saved.window(index))
+        layer.engine.positions.note_moved(bool(saved["moved"]))
+        if layer.engine.key_mean is not None:
+            layer.engine.key_mean.copy_(self.saved.tensor(index, "mean"))
+        if layer.engine.query_window is not None:
+            layer.engine.query_window.fill(*self.saved.window(index))
         rows = self._split(index, "slots", layer.segments[0].pool, saved["held"])
         for i, s in enumerate(layer.segments):
             mine = rows[s.head : s.head + s.heads]
@@ -376,18 +376,18 @@ class Refill:
                 self._bring_in_reach(layer, small)
                 for name, buffer in s.pool.named().items():
                     s.view(buffer)[0, k].copy_(small[name])
-        if layer.query_window is not None and self.saved.moved(layer) and not self.exact:
-            shift = layer.query_window.shift
-            group = layer.query_window.queries.shape[1] // shift.shape[1]
+        if layer.engine.query_window is not None and self.saved.moved(layer) and not self.exact:
+            shift = layer.engine.query_window.shift
+            group = layer.engine.query_window.queries.shape[1] // shift.shape[1]
             wide = shift.repeat_interleave(group, dim=1)
-            layer.query_window.fill(
-                self._back(layer.query_window.queries, wide), torch.zeros_like(shift)
+            layer.engine.query_window.fill(
+                self._back(layer.engine.query_window.queries, wide), torch.zeros_like(shift)
             )
-        if layer.evicted_store is not None and saved["evicted"] is not None:
+        if layer.engine.evicted_store is not None and saved["evicted"] is not None:
             self._fill_evicted(layer, saved)
 
     def _fill_evicted(self, layer: BudgetLayer, saved: dict[str, Any]) -> None:
-        kept = layer.evicted_store
+        kept = layer.engine.evicted_store
         assert kept is not None
         held, counts = saved["evicted"], saved["counts"]
         places = kept.evicted
@@ -458,12 +458,12 @@ class Refill:
         keys = one.keys
         if (numbers := pool.format.keys) is not None:
             keys = one.empty(held)
-            mean = layer.storage.mean
+            mean = layer.engine.mean
             own = None if mean is None else mean[:1, one.head : one.head + 1]
             numbers.dequantise(pool.format.parts("key", one.held_views()), keys, own)
         if self.saved.moved(layer):
             keys = self._back(keys, one.aux(SHIFT))
-        engine = eager_of(layer.layout)(layer.storage, layer.policy)
+        engine = eager_of(layer.layout)(layer.engine.memory, layer.policy)
         engine.shrink_to_budget(one, AttentionStep(self.seen, 0, [keys]))
         return {name: one.view(buffer)[0, 0] for name, buffer in aside.named().items()}
 

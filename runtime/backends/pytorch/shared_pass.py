@@ -80,13 +80,13 @@ class SharedPass:
         if session.cache_away is None:
             row = self._free.pop()
             for layer, copy in zip(loop.cache.capped_layers, self._rotated_keys[row], strict=False):
-                copy.count, layer.storage.positions.copy = 0, copy
+                copy.count, layer.engine.positions.copy = 0, copy
             session.cache_away = partial(self._leave, loop.cache, row)
 
     def _leave(self, cache: BudgetCache, row: int) -> None:
         """Take back the memory for rotated keys."""
         for layer in cache.capped_layers:
-            layer.storage.positions.copy = None
+            layer.engine.positions.copy = None
         self._free.append(row)
 
     asynchronous = False

@@ -1,7 +1,6 @@
 """Exports the engines that hold a layer's slots; an `Allocation` chooses one for all layers.
 
-All have `append`, `attend`, `token` and `evict`. Nobody asks afterwards which one it is, but for
-what only one of them has: `EagerSlots.again` of layers that share slots, the `RowTable` of rows.
+All derive from `SlotEngine` in `base.py`. Nobody asks afterwards which one it is.
 """
 
 from kvcap.runtime.cache.layout import CacheLayout

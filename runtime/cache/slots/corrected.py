@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvcap.runtime.cache.evicted_store import EvictedStore
 from kvcap.runtime.cache.pool import Segment
 from kvcap.runtime.cache.slots.eager import EagerSlots, HeldKeys, SegmentEviction
 from kvcap.runtime.cache.slots.policy import AttentionCall
 from kvcap.runtime.cache.step import ForwardContext
-from kvcap.runtime.cache.storage import CorrectedStorage
 
 
 class CorrectedSlots(EagerSlots):
     """An engine that works on a layer's slots, and keeps what it evicts in a store."""
 
     SHOWS_OUTPUT = False
-    storage: CorrectedStorage
+    evicted_store: EvictedStore
 
     def _over_segment(
         self,
@@ -26,11 +26,29 @@ class CorrectedSlots(EagerSlots):
         context: ForwardContext,
     ) -> Tensor:
         segment, keys = self.segments[index], held.keys[index]
-        return self.storage.evicted_store.attend(index, segment, query, keys, call.logits)[0]
+        return self.evicted_store.attend(index, segment, query, keys, call.logits)[0]
 
     def _give_up(
         self, segment: Segment, evicted: Tensor, one: SegmentEviction | None = None
     ) -> None:
         if one is not None:  # a file that is read into a smaller cache drops what does not fit
-            self.storage.evicted_store.take(one.index, segment, evicted, one.scores, one.obs)
+            self.evicted_store.take(one.index, segment, evicted, one.scores, one.obs)
         super()._give_up(segment, evicted, one)
+
+    def become_compact(self, seen: int) -> None:
+        """Move all that is held, and what is kept of evicted tokens, to compact positions."""
+        super().become_compact(seen)
+        if self.rotation_later is not None:
+            self.evicted_store.become_compact(self.segments, self.rotation_later)
+
+    def restore(self, held: list[int]) -> None:
+        """Set each segment's slots in use, and forget what a block that failed evicted."""
+        super().restore(held)
+        self.evicted_store.forget_excess()
+
+    def reset(self) -> None:
+        """Forget all tokens, evicted ones too; the buffers stay allocated."""
+        super().reset()
+        self.evicted_store.reset()
+        if self.rotation_later is not None:
+            self.evicted_store.rotation = None

@@ -26,10 +26,10 @@ from kvcap.runtime.attention.functions import attend, attend_plainly
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.policy_guard import PolicyGuard, is_own
 from kvcap.runtime.cache.pool import Segment, resize
+from kvcap.runtime.cache.slots.base import LayerMemory, SlotEngine
 from kvcap.runtime.cache.slots.policy import AttentionCall, LayerPolicy
 from kvcap.runtime.cache.slots.step import AttentionStep
 from kvcap.runtime.cache.step import ForwardContext, PendingBlock
-from kvcap.runtime.cache.storage import LayerStorage
 
 
 class HeldKeys(NamedTuple):
@@ -57,13 +57,13 @@ class SegmentEviction:
     pinned: Tensor | None  # bool [b, k, held]; None: none are
 
 
-class EagerSlots:
+class EagerSlots(SlotEngine):
     """An engine that works on a layer's slots, one segment after the other.
 
     Slots hold keys and values in the model's own type; engines of other formats derive from it.
 
     Args:
-        storage: of the layer.
+        memory: of the layer.
         policy: of the layer.
         evict_every: in generation, evict every so many tokens.
         balance: of the layers, if slots move between them.
@@ -71,14 +71,13 @@ class EagerSlots:
 
     def __init__(
         self,
-        storage: LayerStorage,
+        memory: LayerMemory,
         policy: LayerPolicy,
         evict_every: int = 1,
         balance: LayerBalance | None = None,
     ) -> None:
-        self.storage, self.segments, self.policy = storage, storage.segments, policy
-        self.evict_every, self.balance = evict_every, balance
-        self.eviction = policy.eviction
+        super().__init__(memory, policy, balance)
+        self.evict_every = evict_every
         by_kernels, score, update = ready(self.segments[0].pool.keys), None, eager_update
         if not all(map(is_own, self.eviction.components)):
             guard = PolicyGuard(self.eviction)
@@ -96,13 +95,13 @@ class EagerSlots:
     @property
     def on_device(self) -> Any:
         """Return small tensors besides the buffers that a CUDA graph must keep alive."""
-        return self.storage.positions.on_device
+        return self.positions.on_device
 
     # Append
 
     def append(self, block: PendingBlock, keys: Tensor, values: Tensor) -> None:
         """Write a block's keys and values [B, K, T, D] into the slots behind those in use."""
-        place, positions = block.place, self.storage.positions
+        place, positions = block.place, self.positions
         block.offsets = tuple([place.read_at - segment.held for segment in self.segments])
         keys = positions.aligned(keys, block.offsets)
         for segment in self.segments:
@@ -124,12 +123,12 @@ class EagerSlots:
             call: of the layer.
             shown: the queries that the policy observes; by default those of the block.
         """
-        context, length, positions = block.context, block.length, self.storage.positions
+        context, length, positions = block.context, block.length, self.positions
         query = positions.aligned(query[:, :, :length], block.offsets)
         shown = query if shown is None else positions.aligned(shown, block.offsets)
-        if self.storage.query_window is not None:
+        if self.query_window is not None:
             with context.run_async_if_last(shown):
-                self.storage.query_window.append(shown)
+                self.query_window.append(shown)
         context.make_room()  # for a copy of all keys
         held = self._held_keys(length)
         out = self._over(query, held, call, context)
@@ -151,17 +150,8 @@ class EagerSlots:
         return out
 
     def again(self, query: Tensor, block: PendingBlock, call: AttentionCall) -> Tensor:
-        """Attend with another layer to what `block` attended to; after the last one, evict.
-
-        The policy sees the queries of the layer whose slots these are, and no others.
-
-        Args:
-            query: [B, H, T', D], of the last T' tokens of the block: Gemma 4 leaves out those whose
-                logits nobody asked for.
-            block: whose own layer has attended.
-            call: of the other layer.
-        """
-        query = self.storage.positions.aligned(query, block.offsets)
+        """Attend with another layer to what `block` attended to; after the last one, evict."""
+        query = self.positions.aligned(query, block.offsets)
         out = self._over(query, block.shown.held, call, block.context)
         if not block.readers:
             self.evict(block.shown.step, block.context)
@@ -169,7 +159,7 @@ class EagerSlots:
 
     def _held_keys(self, length: int) -> HeldKeys:
         """Return all keys, rotated to where they count, for so many queries."""
-        return HeldKeys(self.storage.positions.keys(self.segments, length))
+        return HeldKeys(self.positions.keys(self.segments, length))
 
     def _over(
         self, query: Tensor, held: HeldKeys, call: AttentionCall, context: ForwardContext
@@ -197,11 +187,6 @@ class EagerSlots:
         """Attend to one segment with its queries and logits. [b, h, T, D]."""
         keys, values = held.keys[index], self.segments[index].held_views()["values"]
         return self._attend(query, keys, values, call.logits, None, context.causal_bias)
-
-    # A single token
-
-    def token(self, *_: Any) -> None:
-        """Change nothing and return None: a token is read as any block is."""
 
     # Evict
 
@@ -287,10 +272,9 @@ class EagerSlots:
 
         `one` says how they were chosen; `CorrectedSlots` uses it.
         """
-        storage = self.storage
-        storage.positions.move_down(segment, evicted)
-        if storage.query_window is not None:
-            storage.query_window.move_down(segment, evicted.shape[-1])
+        self.positions.move_down(segment, evicted)
+        if self.query_window is not None:
+            self.query_window.move_down(segment, evicted.shape[-1])
         segment.evict(evicted)
 
     def _split(self, evictions: Sequence[SegmentEviction]) -> list[int]:
@@ -355,11 +339,11 @@ class EagerSlots:
 
     def _window(self, segment: Segment, step: AttentionStep) -> Tensor:
         """Return the queries the policy observes [b, h, w, D], where they count."""
-        count, window = self.eviction.policy.queries_observed, self.storage.query_window
+        count, window = self.eviction.policy.queries_observed, self.query_window
         assert step.queries is not None
         if count is None or window is None:
             return segment.rows_of(step.queries)[:, :, -(count or 0) :]
-        rotation = self.storage.positions.window_rotation
+        rotation = self.positions.window_rotation
         return window.last(segment, min(count, step.tokens), rotation)
 
 

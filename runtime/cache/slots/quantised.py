@@ -14,24 +14,83 @@ from kvcap.kernels.choice import ready
 from kvcap.policies import Observation
 from kvcap.runtime.attention.functions import attend_weighing
 from kvcap.runtime.cache.pool import SHIFT, Segment
+from kvcap.runtime.cache.slots.base import SlotEngine, ranks
 from kvcap.runtime.cache.slots.eager import EagerSlots, HeldKeys
 from kvcap.runtime.cache.slots.policy import AttentionCall
 from kvcap.runtime.cache.slots.step import AttentionStep
 from kvcap.runtime.cache.step import ForwardContext, PendingBlock
-from kvcap.runtime.cache.storage import QuantisedStorage
+from kvcap.runtime.models.rope import Rotation
 
 
-class QuantisedSlots(EagerSlots):
+class QuantisedKeys(SlotEngine):
+    """A layer's slots that hold keys unrotated and without their mean; if never moved, rotated."""
+
+    def quantisable(self, keys: Tensor, start: int, first: bool) -> Tensor:
+        """Return a block's keys [B, K, T, D] as they are quantised, in float32.
+
+        Args:
+            keys: as the model rotated them, at the positions from `start` on.
+            start: the position of the first token.
+            first: whether the layer has read nothing before; their mean is kept then.
+        """
+        keys = keys.float()
+        if self.positions.rotation is not None:
+            keys = self.positions.rotation.unrotated(keys, start)
+        if (mean := self.mean) is not None:
+            if first:
+                torch.mean(keys, dim=2, out=mean)
+            keys = keys - mean[:, :, None]
+        return keys
+
+    def read_keys(self, segment: Segment) -> Tensor:
+        """Return a copy of a segment's keys [b, k, held, D] at their present positions."""
+        pool, slots, rotation = segment.pool, segment.held, self.positions.rotation
+        whole = segment.held_views()
+        parts = pool.format.parts("key", whole)
+        mean = None if self.mean is None else segment.rows_of(self.mean)
+        assert pool.format.keys is not None, "all formats of fewer bits quantise keys"
+        found, ranks = segment.empty(slots), whole[SHIFT].neg() if rotation else None
+        for piece in segment.pieces(slots):
+            out = found[piece]
+            keys = out if ranks is None else torch.empty_like(out)
+            those = {name: x[piece] for name, x in parts.items()}
+            pool.format.keys.dequantise(those, keys, None if mean is None else mean[piece[:2]])
+            if rotation is not None and ranks is not None:
+                rotation.on(keys, ranks[piece], out)
+        return found.to(pool.read_dtype)
+
+    def _move(self, segment: Segment, rotation: Rotation) -> None:
+        """Quantise keys anew, from true positions to unrotated ones without their mean."""
+        whole, found = segment.held_views(), self.read_keys(segment)
+        numbers = segment.pool.format.keys
+        assert numbers is not None, "all formats of fewer bits quantise keys"
+        assert self.key_mean is not None, "and those that are unrotated have a mean"
+        means = segment.rows_of(self.key_mean)
+        for row in segment.each_row():
+            positions = segment.positions[row]
+            keys = rotation.moved(found[row].float(), -positions)
+            means[row].copy_(keys.mean(0))
+            for part, x in numbers.quantise(keys - means[row]).items():
+                whole[f"key_{part}" if part else "keys"][row].copy_(x)
+            whole[SHIFT][row].copy_(-ranks(positions))
+
+    def reset(self) -> None:
+        """Forget all tokens and their mean; the buffers stay allocated."""
+        super().reset()
+        if self.key_mean is not None:
+            self.key_mean.zero_()
+
+
+class QuantisedSlots(QuantisedKeys, EagerSlots):
     """An engine that works on a layer's quantised slots, one segment after the other."""
 
     SHOWS_OUTPUT = False
-    storage: QuantisedStorage
 
     def append(self, block: PendingBlock, keys: Tensor, values: Tensor) -> None:
         """Quantise a block's keys and values [B, K, T, D] into the slots behind those in use."""
-        place, storage = block.place, self.storage
+        place = block.place
         block.offsets = tuple([place.read_at - segment.held for segment in self.segments])
-        keys = storage.quantisable(keys, place.read_at, not place.seen)
+        keys = self.quantisable(keys, place.read_at, not place.seen)
         count = torch.arange(block.length, dtype=torch.int32, device=keys.device)
         for segment in self.segments:
             numbers = segment.pool.format.written(segment.rows_of(keys), segment.rows_of(values))
@@ -39,7 +98,7 @@ class QuantisedSlots(EagerSlots):
             segment.append(**numbers, positions=place.times, **{SHIFT: -ranks})
 
     def _held_keys(self, length: int) -> HeldKeys:
-        keys = [self.storage.read_keys(segment) for segment in self.segments]
+        keys = [self.read_keys(segment) for segment in self.segments]
         # Values are weighed where they lie by a CPU's single token, and never copied.
         weighs = length == 1 and not ready(self.segments[0].pool.keys)
         return HeldKeys(keys, None if weighs else [read_values(x) for x in self.segments])

@@ -14,15 +14,16 @@ from kvcap.kernels import dequantise, quantise
 from kvcap.policies.base import Rows
 from kvcap.runtime.cache.pool import SHIFT
 from kvcap.runtime.cache.row_table import LayerRows
+from kvcap.runtime.cache.slots.quantised import QuantisedKeys
 from kvcap.runtime.cache.slots.rows import RowSlots
 from kvcap.runtime.cache.step import PendingBlock
 
 
-class QuantisedRowSlots(RowSlots):
+class QuantisedRowSlots(QuantisedKeys, RowSlots):
     """An engine that works on a layer's quantised slots, all of its rows at once."""
 
     def _write(self, keys: Tensor, values: Tensor, block: PendingBlock) -> Tensor:
-        rotation, rows, turn = self.storage.positions.rotation, block.rows, None
+        rotation, rows, turn = self.positions.rotation, block.rows, None
         if rotation is not None and rows.read_at is not None:
             keys = self._at_read_at(keys, rows, rotation)
             turn = rows.read_at, rotation.table
@@ -32,7 +33,7 @@ class QuantisedRowSlots(RowSlots):
             block.place.times,
             self.pool.named(),
             rows.before,
-            self.storage.mean,
+            self.mean,
             turn,
             rows.whole.count,
             interleaved=rotation is not None and rotation.interleaved,
@@ -48,7 +49,7 @@ class QuantisedRowSlots(RowSlots):
         return out.to(values.dtype)
 
     def _held_keys(self, rows: LayerRows, values: bool = True) -> tuple[Tensor, Tensor, Rows]:
-        pool, rotation, mean = self.pool, self.storage.positions.rotation, self.storage.mean
+        pool, rotation, mean = self.pool, self.positions.rotation, self.mean
         # By themselves rows lie in the copy as in their pool.
         to, room = rows.shown.starts, pool.slots
         if rows.copies is not None:

@@ -27,9 +27,9 @@ from kvcap.runtime.cache.layer_balance import LayerBalance, Shares
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.cache.pool import SHIFT, SlotPool
 from kvcap.runtime.cache.row_table import LayerRows, LayerScores, RowPass
+from kvcap.runtime.cache.slots.base import LayerMemory, SlotEngine
 from kvcap.runtime.cache.slots.policy import AttentionCall, LayerPolicy
 from kvcap.runtime.cache.step import PendingBlock
-from kvcap.runtime.cache.storage import LayerStorage
 from kvcap.runtime.models.rope import Rotation
 
 
@@ -73,23 +73,23 @@ class RowStep:
     stored: StoredKeys | None = None  # what attention found out about the keys
 
 
-class RowSlots:
+class RowSlots(SlotEngine):
     """An engine that works on a layer's slots, all of its rows at once.
 
     Args:
-        storage: of the layer.
+        memory: of the layer.
         policy: of the layer.
         balance: of the layers, if slots move between them.
     """
 
     def __init__(
         self,
-        storage: LayerStorage,
+        memory: LayerMemory,
         policy: LayerPolicy,
         balance: LayerBalance | None = None,
     ) -> None:
-        self.storage, self.segments, self.policy = storage, storage.segments, policy
-        self.balance, self.eviction, self.pool = balance, policy.eviction, storage.segments[0].pool
+        super().__init__(memory, policy, balance)
+        self.pool = self.segments[0].pool
         self.moving = row_kernels.moving(self.pool.named())
         """Holds all that moves with a slot, as kernels take it."""
         self._each_head: list[tuple[Policy, Tensor]] = self._policies_of_heads()
@@ -124,7 +124,7 @@ class RowSlots:
 
     def _aligned(self, x: Tensor, block: PendingBlock) -> Tensor:
         """Rotate queries or keys [B, H or K, T, D] to the positions behind what their rows hold."""
-        rotation, rows = self.storage.positions.rotation, block.rows
+        rotation, rows = self.positions.rotation, block.rows
         if rotation is None or rows.read_at is None:
             return x
         x = self._at_read_at(x, rows, rotation)
@@ -145,9 +145,9 @@ class RowSlots:
         """Attend with an appended block, then evict. [B, H, T, D] -> [B, H, T, D]."""
         context, rows = block.context, block.rows
         query = self._aligned(query[:, :, : block.length], block)
-        if self.storage.query_window is not None:
+        if self.query_window is not None:
             with context.run_async_if_last(query):
-                self.storage.query_window.append(query, rows.whole.count)
+                self.query_window.append(query, rows.whole.count)
         context.make_room()  # for a copy of all keys
         keys, values, shown = self._held_keys(rows)
         if context.runs_attention_async:  # which reads what evictions leave as it is
@@ -178,7 +178,7 @@ class RowSlots:
 
         In the pool, or in a copy where other layers share it, then of values only if asked.
         """
-        pool, positions = self.pool, self.storage.positions
+        pool, positions = self.pool, self.positions
         # What is captured before any slot was given up serves after that, too.
         rotation = positions.rotation if rows.whole.always else positions.pending
         if rows.copies is None:
@@ -214,8 +214,8 @@ class RowSlots:
         (key, value), context = block.arrived, block.context
         if call.logits.softcap is not None or call.logits.sinks is not None:
             return None
-        storage, policy, buffers = self.storage, self.policy, self.moving
-        rotation, rows = storage.positions.rotation, self._rows_of(block)
+        policy, buffers = self.policy, self.moving
+        rotation, rows = self.positions.rotation, self._rows_of(block)
         turned = rotation is not None
         if not takes_token(query, key, value, buffers, rows.before, turned=turned):
             return None
@@ -238,8 +238,8 @@ class RowSlots:
             read_at=rows.read_at if turned else None,
         )
         with context.run_async_if_last((query, value, rows, sums)):
-            if storage.query_window is not None:
-                storage.query_window.append(query)
+            if self.query_window is not None:
+                self.query_window.append(query)
             keys, values, shown, stored = self.pool.keys, self.pool.values, rows.after, None
             if policy.rotates_keys_itself:
                 turn = turn and (turn[0].expand(*key.shape[:2], -1), turn[1])
@@ -276,7 +276,7 @@ class RowSlots:
         if self.balance is not None and step.length > 1:
             self._await_other_layers(step, self.balance)
             return
-        due = rows.whole.always or self.storage.excess > 0
+        due = rows.whole.always or self.excess > 0
         if due or self.policy.has_state:
             obs = self._observe(step)
             for component in self.eviction.components:
@@ -308,10 +308,10 @@ class RowSlots:
         rescorer = self.eviction.rescorer
         scores = kernels.rescore(rescorer, scores, pins, obs, rows.targets, rows.pins)
         scores = _pinned_beyond(scores, obs)
-        shift = None if self.storage.positions.rotation is None else self.pool.aux[SHIFT]
-        newer = None if self.storage.query_window is None else self.storage.query_window.shift
+        shift = None if self.positions.rotation is None else self.pool.aux[SHIFT]
+        newer = None if self.query_window is None else self.query_window.shift
         moved = row_kernels.Pool(self.moving, shift, rows.after, rows.pins, rows.targets)
-        if step.length == 1 and self.storage.excess <= 1 and division is None:
+        if step.length == 1 and self.excess <= 1 and division is None:
             row_kernels.evict_one(scores, pins, moved, rows.held, newer)
         else:
             starts = None if division is None else division.starts
@@ -320,7 +320,7 @@ class RowSlots:
             segment.held = min(segment.held, segment.target_length)
         if division is not None:
             rows.whole.table.divide(self.policy.index, division.starts, division.budgets)
-        self.storage.positions.note_moved()
+        self.positions.note_moved()
 
     def _end(self, block: PendingBlock) -> None:
         """End the pass, after the last layer's last block."""
@@ -373,15 +373,15 @@ class RowSlots:
 
     def _observe(self, step: RowStep) -> Observation:
         """Show the policy all rows, a block's tokens included."""
-        policy, storage, rows = self.policy, self.storage, step.rows
+        policy, rows = self.policy, step.rows
         heads, batch = policy.layout.shape.kv_heads, len(step.query)
         queries, count = step.query, self.eviction.policy.queries_observed
         always = rows.whole.always
-        if count is not None and count > 1 and storage.query_window is not None:
+        if count is not None and count > 1 and self.query_window is not None:
             count = count if always else min(count, step.tokens)
-            positions = storage.positions
+            positions = self.positions
             rotation = positions.rotation if always else positions.window_rotation
-            queries = storage.query_window.last(None, count, rotation)
+            queries = self.query_window.last(None, count, rotation)
         elif count == 1:
             last = rows.whole.count  # fillers are behind the block's tokens
             queries = (
@@ -443,7 +443,7 @@ def evict_together(rows: RowPass) -> None:
     pins = Pins(0, 0, seen, spans[:MOST_SPANS])
     row_kernels.evict(scores, pins, moved, left, None, starts)
     for engine, gone in zip(engines, (lengths - kept).int().unbind(), strict=True):
-        if engine.storage.query_window is not None:
-            engine.storage.query_window.shift.add_(gone)
-        engine.storage.positions.note_moved()
+        if engine.query_window is not None:
+            engine.query_window.shift.add_(gone)
+        engine.positions.note_moved()
     table.share_out(starts, left, shares.targets, preferences)

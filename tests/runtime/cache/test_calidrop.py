@@ -64,7 +64,7 @@ def test_what_is_remembered_grows_with_what_is_evicted(tokens):
     loop = loop_of(tiny_model("llama"), theta1=-1.0, theta2=-1.0, calibration_size=1000)
     ids = tokens(60)
     loop.prefill(ids[:, :30])
-    calibration = loop.cache.layers[1].evicted_store
+    calibration = loop.cache.layers[1].engine.evicted_store
     before = calibration._query.clone()
     loop.prefill(ids[:, 30:])
     for token in ids[:, :5].split(1, 1):
@@ -95,7 +95,7 @@ def test_the_store_keeps_the_best_and_never_grows(tokens):
     calibrations = []
     for part in tokens(90).split(6, 1):
         loop.read(part)
-        calibrations = [layer.evicted_store for layer in loop.cache.layers]
+        calibrations = [layer.engine.evicted_store for layer in loop.cache.layers]
         assert all(c.evicted[0].held <= 10 for c in calibrations)
     plan = kvcap.MemoryPlan.of(
         loop.model.config,
@@ -113,7 +113,7 @@ def test_the_store_keeps_the_best_and_never_grows(tokens):
     unbounded = loop_of(tiny_model("llama"), "h2o", calibration_size=1000, theta1=-1.0, theta2=1.0)
     for other in (bounded, unbounded):
         other.prefill(tokens(90)[:, :36])
-    few, all_ = (x.cache.layers[0].evicted_store.evicted[0] for x in (bounded, unbounded))
+    few, all_ = (x.cache.layers[0].engine.evicted_store.evicted[0] for x in (bounded, unbounded))
     best = all_.aux("score").topk(10).values.sort().values
     torch.testing.assert_close(few.aux("score").sort().values, best)
 
@@ -126,7 +126,7 @@ def test_generation_recomputes_now_and_then(tokens):
     assert all(0 < share < 1 for share in loop.cache.recomputed)
     loop.cache.reset()
     assert loop.cache.recomputed == [0.0, 0.0]
-    assert loop.cache.layers[0].evicted_store.evicted[0].held == 0
+    assert loop.cache.layers[0].engine.evicted_store.evicted[0].held == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -285,7 +285,7 @@ def test_no_drift_in_bfloat16_after_ten_thousand_evictions():
     fresh = kvcap.BudgetCache(model.config, 16, 8)
     BlockLoop(model, fresh).read(3 + (torch.arange(8)[None] * 7) % 90)
     order = store.positions[0, 0].argsort()[:8]  # the sinks, read first and never rewritten
-    rotation = cache.layers[0].storage.positions.rotation
+    rotation = cache.layers[0].engine.positions.rotation
     moved = rotation.back(store.keys, store.aux("shift"))[0, 0, order]
     assert torch.equal(moved, fresh.layers[0].segments[0].keys[0, 0])
     newest = store.positions[0, 0].argsort()[-8:]
@@ -326,7 +326,7 @@ def test_keys_rotated_in_place_are_those_rotated_at_attention(
     assert kept(caches[0], 1) == kept(caches[1], 1)
     torch.testing.assert_close(*logits, rtol=1e-4, atol=2e-5)
     keys = [
-        cache.capped_layers[0].storage.read_keys(cache.layers[0].segments[0]) for cache in caches
+        cache.capped_layers[0].engine.read_keys(cache.layers[0].segments[0]) for cache in caches
     ]
     torch.testing.assert_close(*keys, rtol=1e-5, atol=1e-6)
 

@@ -191,7 +191,7 @@ class Truth:
     def check_slots(self, cache: kvcap.BudgetCache) -> None:
         """Hold every slot to the token that arrived."""
         for layer in cache.capped_layers:
-            mean = layer.storage.key_mean
+            mean = layer.engine.key_mean
             centred = mean is not None
             if centred:
                 torch.testing.assert_close(mean, self.means[layer.index].float())
@@ -226,7 +226,7 @@ def held(layer: BudgetLayer, segment: Segment) -> tuple[Tensor, Tensor]:
         torch.stack([vector(segment, name, tuple(p))[0] for p in places]).view(*shape, -1)
         for name in ("key", "value")
     )
-    if (mean := layer.storage.key_mean) is not None:
+    if (mean := layer.engine.key_mean) is not None:
         keys = keys + segment.rows_of(mean)[:, :, None].double()
     if layer.rotates:
         ranks = segment.positions.argsort(-1).argsort(-1)
@@ -298,7 +298,7 @@ def test_large_rows_are_read_in_pieces(kind, tokens, monkeypatch):
         (segment,), layer = cache.capped_layers[0].segments, cache.capped_layers[0]
         weights = torch.rand(2, 2, 3, segment.held, generator=torch.Generator().manual_seed(0))
         assert len(list(segment.pieces(segment.held))) == (1 if piece > 1 else 8)
-        keys = layer.storage.read_keys(segment)
+        keys = layer.engine.read_keys(segment)
         found.append((keys, read_values(segment), weigh_values(segment, weights)))
     for whole, pieces in zip(*found, strict=True):
         torch.testing.assert_close(whole, pieces)

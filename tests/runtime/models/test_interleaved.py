@@ -83,7 +83,7 @@ def stand_by_rank(model: Any, layer: Any, ids: Tensor) -> None:
         model.set_attn_implementation("kvcap")
     raw, rope = cache.layers[0].keys[0], ModelShape.of(model.config).layers[0].rope
     for segment in layer.segments:
-        seen = layer.storage.positions.rotation.back(segment.keys, segment.aux("shift"))
+        seen = layer.engine.positions.rotation.back(segment.keys, segment.aux("shift"))
         for k in range(segment.heads):
             times = segment.positions[0, k].long()
             expected = moved_by(rope, raw[segment.head + k, times], times.argsort().argsort())

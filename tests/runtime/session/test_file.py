@@ -145,7 +145,7 @@ def test_a_smaller_budget_keeps_what_the_policy_would(tokens, tmp_path):
     loaded = Session.load(runtime_of(model, budget=12), tmp_path / "s")
     one, two = session.cache.capped_layers[0], loaded.cache.capped_layers[0]
     segment = one.segments[0]
-    keys = one.storage.positions.rotation.back(segment.keys, segment.aux("shift"))
+    keys = one.engine.positions.rotation.back(segment.keys, segment.aux("shift"))
     obs = kvcap.Observation(keys, segment.values, segment.positions, num_tokens=60, budget=12)
     gone = session.cache.eviction.select(obs, 12)
     for head in range(2):
@@ -416,7 +416,7 @@ def test_evicted_tokens_move_into_a_cache_of_another_budget(tokens, tmp_path):
     smaller = runtime_of(MODELS["llama"], eviction, budget=16, block=20)
     other = Session.load(smaller, tmp_path / "s")
     for mine, its in zip(session.cache.capped_layers, other.cache.capped_layers, strict=True):
-        stores = mine.evicted_store, its.evicted_store
+        stores = mine.engine.evicted_store, its.engine.evicted_store
         assert torch.equal(stores[0].made_at(mine.segments)[0], stores[1].made_at(its.segments)[0])
         shifts = [store.evicted[0].aux(SHIFT) for store in stores]
         assert (shifts[0] <= shifts[1]).all()

@@ -217,7 +217,7 @@ def test_a_file_of_an_earlier_version_goes_on(parts, tmp_path, monkeypatch):
         session.clear()
     session.set_generation(seed=3)
     assert said(session, "short") == said(new, "short")
-    assert session.cache.capped_layers[0].query_window.shift.max() > session.cache.seen
+    assert session.cache.capped_layers[0].engine.query_window.shift.max() > session.cache.seen
     session.save(tmp_path / "s")
     loaded = Session.load(runtime, tmp_path / "s")
     assert said(loaded, "long") == said(new, "long")

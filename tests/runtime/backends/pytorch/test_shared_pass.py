@@ -261,10 +261,10 @@ def kept_rotated(runtime: kvcap.Runtime, *, keeps: bool) -> list[torch.Tensor]:
         answer.step = Step(token=token)
         passes.join(answer)
         found += passes.begin([answer], [token])()
-    copy = session.loop.cache.capped_layers[0].storage.positions.copy
+    copy = session.loop.cache.capped_layers[0].engine.positions.copy
     assert (copy is not None and copy.count > 0) is keeps
     found += [segment.keys for layer in session.cache.capped_layers for segment in layer.segments]
-    assert session.loop.cache.capped_layers[0].storage.positions.copy is None
+    assert session.loop.cache.capped_layers[0].engine.positions.copy is None
     return found
 
 
