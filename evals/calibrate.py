@@ -42,7 +42,7 @@ class RepetitionProbe(Policy):
 
     observes: ClassVar = frozenset({"keys", "positions", "queries", "attention"})
     evicts: ClassVar = False
-    state: ClassVar = {"probe": torch.bool}  # a policy without state is not asked to update
+    state: ClassVar = {"probe": torch.bool}  # `update` is called only for a policy with state
 
     @property
     def queries_observed(self) -> None:

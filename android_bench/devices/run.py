@@ -1,7 +1,7 @@
 """Runs a plan on a device over adb: copies and starts it, watches it, and brings the result back.
 
 Nothing is left on the device. A watcher (`watch.sh`) starts the runner there, and ends it and
-removes all files once this computer has not asked for some time, such as after a pulled cable.
+removes all files once this computer has been silent for some time, such as after a pulled cable.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def narrowed(
                 replace(group, variants=kept, dtypes=types, sizes=tuple(sizes) or group.sizes)
             )
     if not groups:
-        raise PlanBroken(f"preset {preset} has no cell with all that was asked for")
+        raise PlanBroken(f"preset {preset} has no cell with all that was requested")
     return replace(whole, groups=tuple(groups))
 
 

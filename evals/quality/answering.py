@@ -68,7 +68,7 @@ def split_at_question(tokenizer: Any, recall: Recall, prompt: Prompt) -> Prompt:
     if len(parts) > 1:
         return prompt
     ids = [int(token) for token in parts[0]]
-    split = recall.place(ids, 0, answer_start(tokenizer, sample, ids))
+    split = recall.question_start(ids, 0, answer_start(tokenizer, sample, ids))
     return sample, (ids[:split], ids[split:])
 
 

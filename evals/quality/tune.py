@@ -1,6 +1,6 @@
 """Measures candidate policies on a user's model and text at one budget, within a time limit.
 
-In each round every policy reads the same piece of the text and is asked for the same fact, as a
+In each round every policy reads the same piece of the text and answers the same question, as a
 chat would run it, so that figures can be compared; rounds go on while another one fits the time.
 Knows no backend: `tune_torch.py` and `tune_llama.py` have the models that are measured.
 """

@@ -76,7 +76,7 @@ class LlamaTuned:
         """
         ranking = ranking_of(policy, self.request.pins)
         planner = LlamaPlanner(self.header, ranking, self.request.sizes.cache, index_bytes())
-        return Side(policy, planner.found(), ranking)
+        return Side(policy, planner.best(), ranking)
 
     def uncapped(self, plan: MemoryPlan) -> Side:
         """Return the uncapped model, which reads as this plan says."""

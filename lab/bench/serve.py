@@ -220,7 +220,7 @@ class Count:
     lost: int = 0
     foreign: int = 0
     recalled: int = 0
-    asked: int = 0
+    questions: int = 0
     left: int = 0
     hostile: int = 0
     failed: int = 0  # hostile requests that were not refused

@@ -1,6 +1,6 @@
 """Answers requests for timed work, one JSON object per line, until its input ends.
 
-A program loads its model once, and works only when it is asked, so that programs can alternate.
+A program loads its model once, and works only on a request, so that programs can alternate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tasks that stay short whatever the length asked for: talk, corrections, lists, echoes."""
+"""Tasks that stay short whatever the requested length: talk, corrections, lists, echoes."""
 
 from __future__ import annotations
 

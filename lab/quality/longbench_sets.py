@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Set:
-    """A set of LongBench: how its rows are asked and scored."""
+    """A set of LongBench: how its rows become questions and are scored."""
 
     template: str  # has {context}, and {input} if the set has a question
     max_new_tokens: int

@@ -60,7 +60,7 @@ class Regions:
         return [(start, stop) for start, stop, own in self.weighed if own == tier]
 
     @property
-    def late(self) -> list[Span]:
+    def protected(self) -> list[Span]:
         """Return the regions that leave after all other text."""
         return [(start, stop) for start, stop, tier in self.weighed if tier > 0]
 
@@ -76,7 +76,7 @@ class Regions:
         self.add({"repeated replies": replies})
 
     def age(self) -> None:
-        """Count new results of tools as results from now on, since something else is asked."""
+        """Count new results of tools as results from now on, since another question follows."""
         self.add({"tool results": self._spans.pop("new tool results", [])})
 
     def open_thoughts(self, prompt: Span, first: int) -> None:

@@ -31,7 +31,7 @@ def print_answer(
     Args:
         session: whose figures are shown.
         say: begins the answer: `session.send`, `complete` or `regenerate` with its arguments.
-        output: what the user asked to see.
+        output: the parts of the answer that the user wants to see.
         meter: draws text and figures.
 
     Returns:

@@ -32,13 +32,13 @@ class Kept(NamedTuple):
 
     def __str__(self) -> str:
         """Return a line for people."""
-        what = [x for x in (self.settings.get("weights"), self.settings.get("policy")) if x]
+        parts = [x for x in (self.settings.get("weights"), self.settings.get("policy")) if x]
         if (tokens := self.settings.get("budget_tokens")) is not None:
-            what += [f"{tokens} slots", f"blocks of {self.settings.get('block_size', '?')}"]
+            parts += [f"{tokens} slots", f"blocks of {self.settings.get('block_size', '?')}"]
         known = ("weights", "policy", "budget_tokens", "block_size")
-        what += [f"{name} {value}" for name, value in self.settings.items() if name not in known]
-        told = ", ".join([*what, _ago(self.age_s)])
-        return f"{format_bytes(self.nbytes):>10}  {self.path}  {self.model or '?'}: {told}"
+        parts += [f"{name} {value}" for name, value in self.settings.items() if name not in known]
+        details = ", ".join([*parts, _ago(self.age_s)])
+        return f"{format_bytes(self.nbytes):>10}  {self.path}  {self.model or '?'}: {details}"
 
 
 def kept() -> Iterator[Kept]:
@@ -92,13 +92,13 @@ def list_command(json_: bool = JSON) -> None:
 
     Exports of one model share their weights on the disk; the sum at the end counts them once.
     """
-    found = list(kept())
+    entries = list(kept())
     if json_:
-        print(json.dumps([{**x._asdict(), "path": str(x.path)} for x in found]))
+        print(json.dumps([{**x._asdict(), "path": str(x.path)} for x in entries]))
         return
-    for one in found:
+    for one in entries:
         print(one)
-    print(f"{format_bytes(_bytes(x.path for x in found)):>10}  in {cache_home()}")
+    print(f"{format_bytes(_bytes(x.path for x in entries)):>10}  in {cache_home()}")
 
 
 @cache.adds("clear")

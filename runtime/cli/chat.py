@@ -284,15 +284,15 @@ class Chat:
     def _budget(self, rest: str) -> None:
         runtime = self.session.runtime
         if rest:
-            found = with_budget(runtime, rest)
-            more = found.plan.cache_bytes - runtime.plan.cache_bytes
+            resized = with_budget(runtime, rest)
+            more = resized.plan.cache_bytes - runtime.plan.cache_bytes
             if "cuda" not in runtime.device_label and more > (free := free_memory().nbytes):
                 raise PlanInfeasible(
-                    f"{found.plan.budget_tokens:,} slots take "
-                    f"{format_bytes(found.plan.cache_bytes)}, which is {format_bytes(more)} more "
+                    f"{resized.plan.budget_tokens:,} slots take "
+                    f"{format_bytes(resized.plan.cache_bytes)}, which is {format_bytes(more)} more "
                     f"than now, and {format_bytes(free)} are free; give a smaller budget"
                 )
-            self._switch(found)
+            self._switch(resized)
         else:
             dim(
                 f"{runtime.plan.budget_tokens:,} slots in {format_bytes(runtime.cap_bytes)}; "
@@ -351,12 +351,12 @@ class Chat:
         dim(f"taken back: {shortened(self.draft, lines=1)}{reread}")
 
     def _read(self, rest: str) -> int:
-        found = FILE.fullmatch(rest)
-        if not found:
+        match = FILE.fullmatch(rest)
+        if not match:
             raise ValueError(
                 "give a file, such as /read notes.txt, and perhaps a question after it"
             )
-        file, question = found[1].strip("\"'").replace("\\ ", " "), found[2]
+        file, question = match[1].strip("\"'").replace("\\ ", " "), match[2]
         text = read_text(file)
         if not text.strip():
             raise ValueError(f"{file!r} is empty")
@@ -389,9 +389,9 @@ class Chat:
             )
         elif not recall.limit:
             raise ValueError("recall is off, so that nothing is indexed; /recall auto turns it on")
-        elif found := self.session.search(rest):
+        elif matches := self.session.search(rest):
             held = held_shares(self.session.cache.kept_tokens(), len(self.session.read_ids))
-            dim("\n".join(shown_passage(one, held) for one in found[:FOUND]))
+            dim("\n".join(shown_passage(one, held) for one in matches[:FOUND]))
         else:
             dim("no passage of the conversation has enough of these words")
 
@@ -412,10 +412,10 @@ class Chat:
         recall = self.session.recall
         if not recall.limit:
             return "recall off: evicted text stays forgotten"
-        asked = recall.settings.tokens
-        kind = " (auto)" if asked is None else ""
-        if asked is not None and asked > recall.limit:
-            kind = f": no more than there are slots, though {asked:,} were asked for"
+        requested = recall.settings.tokens
+        kind = " (auto)" if requested is None else ""
+        if requested is not None and requested > recall.limit:
+            kind = f": no more than there are slots, though {requested:,} were asked for"
         return f"recall at most {recall.limit:,} tokens of evicted text for a message{kind}"
 
     def _save(self, rest: str) -> None:
@@ -481,13 +481,13 @@ def with_budget(runtime: Engine, text: str) -> Engine:
     over = 2 * runtime.plan.budget_tokens
     while taken(over) <= most:
         over *= 2
-    found = bisect_right(range(1, over), most, key=taken)
-    if not found:
+    most_slots = bisect_right(range(1, over), most, key=taken)
+    if not most_slots:
         raise ValueError(
             f"one slot takes {format_bytes(taken(1))}, and the budget is {format_bytes(most)}; "
             "give a larger one"
         )
-    return runtime.with_budget(found)
+    return runtime.with_budget(most_slots)
 
 
 def shortened(text: str, lines: int = SHOWN_LINES) -> str:

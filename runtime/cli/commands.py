@@ -450,8 +450,8 @@ def _load_model(
 
 def _in_gguf(model: str) -> GgufFile | None:
     """Return the header of the GGUF file `model`; None where it is no such file."""
-    found = None if model in BUILT_IN else locate(model)
-    return read_gguf(str(found)) if found is not None and found.is_file() else None
+    path = None if model in BUILT_IN else locate(model)
+    return read_gguf(str(path)) if path is not None and path.is_file() else None
 
 
 def _load_export(model: str, budget: Budget, running: Running, recall_store: int | None) -> Engine:
@@ -544,10 +544,10 @@ def planned_answers(model: str, backend: Backend) -> tuple[list[End], str]:
         from kvcap.runtime.backends.onnxruntime.runtime import generation_of
         from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 
-        found = manifest.read(_export_folder(model))
-        generation = generation_of(found)
-        ends = ends_of(Tokenizer(found.folder, found.listed), generation)
-        return ends, _drawing(model, generation, found.kind)
+        export = manifest.read(_export_folder(model))
+        generation = generation_of(export)
+        ends = ends_of(Tokenizer(export.folder, export.listed), generation)
+        return ends, _drawing(model, generation, export.kind)
     from kvcap.runtime.models.files import find_tokenizer, load_config, load_generation
 
     where = resolve(model)
@@ -562,9 +562,9 @@ def _drawing(model: str, generation: Any, kind: ModelKind) -> str:
     from kvcap.runtime.session.settings import drawn
 
     mild = _mild(model, generation, kind)
-    found = mild or drawn(generation)
-    found.pop("do_sample", None)
-    listed = ", ".join(f"{name} {value:g}" for name, value in found.items())
+    settings = mild or drawn(generation)
+    settings.pop("do_sample", None)
+    listed = ", ".join(f"{name} {value:g}" for name, value in settings.items())
     return (
         f"{listed} ({'it names none; --temperature 0 takes the likeliest' if mild else 'its own'})"
     )
@@ -654,15 +654,15 @@ def _manifest(model: str, backend: Backend, budget: Budget, export: bool) -> Man
     return foreseen_export(model, weights, budget, backend.calibrate)
 
 
-def _planned_export(found: Manifest, budget: Budget, recall_store: int) -> MemoryPlan:
+def _planned_export(manifest: Manifest, budget: Budget, recall_store: int) -> MemoryPlan:
     from kvcap.runtime.backends.onnxruntime.plan import plan_of
     from kvcap.runtime.backends.onnxruntime.runtime import check_dtype, check_policy, check_slots
 
-    check_policy(found, _policy_request(budget), budget.positions)
-    check_dtype(found, budget.dtype)
-    check_slots(found, budget.kv_dtype)
+    check_policy(manifest, _policy_request(budget), budget.positions)
+    check_dtype(manifest, budget.dtype)
+    check_slots(manifest, budget.kv_dtype)
     sizes = Sizes(budget.settings(), budget.memory_cap)
-    return plan_of(found, sizes, recall_store=recall_store)
+    return plan_of(manifest, sizes, recall_store=recall_store)
 
 
 def _policy_request(budget: Budget) -> PolicyRequest:

@@ -16,8 +16,8 @@ def script() -> str:
         ValueError: SHELL names no shell that can.
     """
     name = _shell()
-    asked = f"_KVCAP_COMPLETE={name}_source kvcap"
-    return f"{asked} | source" if name == "fish" else f'eval "$({asked})"'
+    command = f"_KVCAP_COMPLETE={name}_source kvcap"
+    return f"{command} | source" if name == "fish" else f'eval "$({command})"'
 
 
 def install() -> str:

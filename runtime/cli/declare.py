@@ -168,11 +168,11 @@ class DeclaredCommand(click.Command):
 
 
 class CommandGroup(click.Group):
-    """A group of commands that lists them where none is asked for.
+    """A group of commands that lists them where none is named.
 
     Args:
         help: its first sentence.
-        call: a command of its own, for when none is asked for.
+        call: a command of its own, for when none is named.
         more: settings of click's groups.
     """
 
@@ -246,12 +246,12 @@ def command(call: Callable[..., None], **more: Any) -> DeclaredCommand:
 def variables(context: click.Context, names: Iterable[str]) -> list[str]:
     """Return the parameters of a command that the environment set, as VARIABLE='value'."""
     by_name = {str(parameter.name): str(parameter.envvar) for parameter in context.command.params}
-    found = []
+    listed = []
     for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "ENVIRONMENT":
-            found.append(f"{by_name[name]}={os.environ.get(by_name[name])!r}")
-    return found
+            listed.append(f"{by_name[name]}={os.environ.get(by_name[name])!r}")
+    return listed
 
 
 def _name_variables(error: Exception, context: click.Context, given: dict[str, Any]) -> None:
@@ -264,8 +264,8 @@ def _name_variables(error: Exception, context: click.Context, given: dict[str, A
         if any(option in said for option in options.get(name, []))
         or any(text in said for text in (f"{value!r}", f"={value}", f" {value} ") if value)
     ]
-    if found := variables(context, meant):
-        source = f"the environment says {', '.join(found)}"
+    if listed := variables(context, meant):
+        source = f"the environment says {', '.join(listed)}"
         said = f"{said}; {source}" if said.endswith(")") else f"{said} ({source})"
         error.args = (said, *error.args[1:])
 
@@ -275,9 +275,9 @@ def _print_help(context: click.Context) -> None:
         print(context.get_help())
 
 
-def _parameter(name: str, hint: Any, found: Any, panel: str | None = None) -> click.Parameter:
-    declared: Declared = found.metadata[DECLARED]
-    return declared.parameter(name, hint, found.default, panel)
+def _parameter(name: str, hint: Any, option: Any, panel: str | None = None) -> click.Parameter:
+    declared: Declared = option.metadata[DECLARED]
+    return declared.parameter(name, hint, option.default, panel)
 
 
 def _kind(hint: Any) -> tuple[Any, bool]:

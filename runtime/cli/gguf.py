@@ -58,7 +58,7 @@ def planned_gguf(model: str, budget: Budget, recall_store: int = 0) -> MemoryPla
     check_options(budget)
     cap = None if budget.memory_cap is None else parse_cap(budget.memory_cap)
     planner = _planner(model, budget, recall_store, capped=cap is not None)
-    return planner.with_least(planner.found(cap))
+    return planner.with_least(planner.best(cap))
 
 
 def library_of() -> str:
@@ -76,9 +76,9 @@ def answers_of_gguf(model: str) -> tuple[list[End], Generation, ModelKind]:
     from kvcap.runtime.backends.llamacpp.runtime import generation_of
     from kvcap.runtime.session.ends import ends_of
 
-    found = LlamaModel(load_library(), _file(model), planned=True)
-    generation = generation_of(found)
-    return ends_of(found.tokenizer, generation), generation, found.kind
+    loaded = LlamaModel(load_library(), _file(model), planned=True)
+    generation = generation_of(loaded)
+    return ends_of(loaded.tokenizer, generation), generation, loaded.kind
 
 
 def check_options(budget: Budget, running: Running | None = None) -> None:
@@ -118,6 +118,6 @@ def _policy_options(budget: Budget) -> dict[str, Any]:
 
 
 def _file(model: str) -> Path:
-    found = locate(model)
-    assert found is not None, "a GGUF file was recognised by its first bytes"
-    return found
+    path = locate(model)
+    assert path is not None, "a GGUF file was recognised by its first bytes"
+    return path

@@ -69,7 +69,7 @@ def kept_export(
             type that exports do not have; or a text is for nothing.
         Exit: the export failed, which has said why.
     """
-    facts, folder = _asked(model, weights, budget, symmetric, calibrate)
+    facts, folder = _requested_export(model, weights, budget, symmetric, calibrate)
     out = folder / "decoder"
     if _is_whole(out):
         return out
@@ -96,7 +96,7 @@ def foreseen_export(
     """
     from kvcap.runtime.backends.onnxruntime.manifest import Manifest, read
 
-    facts, folder = _asked(model, weights, budget, None, calibrate)
+    facts, folder = _requested_export(model, weights, budget, None, calibrate)
     out = folder / "decoder"
     if _is_whole(out):
         return read(out)
@@ -107,12 +107,12 @@ def foreseen_export(
     return Manifest(out, json.loads(done.stdout))
 
 
-def _asked(
+def _requested_export(
     model: str, weights: str, budget: Budget, symmetric: bool | None, calibrate: Path | None
 ) -> tuple[dict[str, Any], Path]:
     """Return what is fixed in an export, and the folder of it; refuse what cannot be exported."""
-    found = None if model in BUILT_IN else locate(model)
-    if found is not None and is_export(found):
+    path = None if model in BUILT_IN else locate(model)
+    if path is not None and is_export(path):
         raise NotExportable(
             f"{model!r} is an exported decoder already, whose weights are as they are; leave "
             "--weights out, or give the model that it was made from"
@@ -197,12 +197,12 @@ def _options(budget: Budget, symmetric: bool | None) -> list[str]:
     for name in ("positions", "kv_dtype"):
         if (value := getattr(budget, name)) is not None:
             given[f"--{name.replace('_', '-')}"] = value
-    found = [str(word) for item in given.items() for word in item]
+    words = [str(word) for item in given.items() for word in item]
     for option in sorted(budget.policy_option or []):
-        found += ["--policy-option", option]
+        words += ["--policy-option", option]
     if symmetric is not None:
-        found.append("--symmetric" if symmetric else "--asymmetric")
-    return found
+        words.append("--symmetric" if symmetric else "--asymmetric")
+    return words
 
 
 def _is_whole(out: Path) -> bool:
@@ -210,10 +210,10 @@ def _is_whole(out: Path) -> bool:
     from kvcap.runtime.backends.onnxruntime.manifest import SCHEMA
 
     try:
-        found = read_json(out / MANIFEST)
-        sizes = {entry["file"]: entry["bytes"] for entry in found["files"]}
+        manifest = read_json(out / MANIFEST)
+        sizes = {entry["file"]: entry["bytes"] for entry in manifest["files"]}
         there = all((out / name).stat().st_size == size for name, size in sizes.items())
-        return bool(found["schema"] == SCHEMA and sizes and there)
+        return bool(manifest["schema"] == SCHEMA and sizes and there)
     except (OSError, ValueError, LookupError, TypeError):  # it was cut short: made again
         return False
 

@@ -164,14 +164,14 @@ class MarkdownMeter(Meter):
     def _rendered(self, text: str) -> list[list[Segment]]:
         """Return the lines that `text` takes on the screen, with an empty one between blocks."""
         options = self._console.options.update(width=min(self._console.width, WIDEST))
-        found: list[list[Segment]] = []
+        rendered: list[list[Segment]] = []
         for block in blocks(text):
             lines = self._console.render_lines(Markdown(block), options, pad=False)
             while lines and blank(lines[-1]):
                 lines.pop()
             if lines := list(dropwhile(blank, lines)):
-                found += [[], *lines] if found else lines
-        return found
+                rendered += [[], *lines] if rendered else lines
+        return rendered
 
     def _print(self, lines: list[list[Segment]]) -> None:
         gap: list[list[Segment]] = [[]] if self._gap and not self._printed else []

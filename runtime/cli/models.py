@@ -42,7 +42,7 @@ def models_command(*, budget: Budget, json_: bool = JSON) -> None:
     They are those of the hub's cache, of kvcap's own, and exports for --weights. Under
     --memory-cap it says how many slots fit.
     """
-    rows = [_row(one, budget) for one in found()]
+    rows = [_row(one, budget) for one in local_models()]
     if json_:
         print(json.dumps(rows))
         return
@@ -55,7 +55,7 @@ def models_command(*, budget: Budget, json_: bool = JSON) -> None:
         print(f"kvcap pull {missing[0]} downloads a chat model; others: {', '.join(SHORT)}")
 
 
-def found() -> Iterator[Cached]:
+def local_models() -> Iterator[Cached]:
     """Yield the models that are here: GGUF files, exports, then those that PyTorch runs.
 
     Planning one of these imports PyTorch, whose bytes a cap of the others need not hold.

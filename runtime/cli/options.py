@@ -86,16 +86,16 @@ def _key_values(texts: list[str], parse: Callable[[str], Any], example: str) -> 
     Raises:
         ValueError: no key, or no '='; says it by the `example`.
     """
-    found = {}
+    values = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not key or not equals:
             raise ValueError(f"{text!r} is not KEY=VALUE, such as {example}")
         try:
-            found[key] = parse(value)
+            values[key] = parse(value)
         except (ValueError, SyntaxError):
-            found[key] = value
-    return found
+            values[key] = value
+    return values
 
 
 def _size(text: str | None) -> str | None:
@@ -186,15 +186,15 @@ def read_schema(given: str) -> dict[str, Any]:
     else:
         name, text = repr(given), read_text(given)
     try:
-        found = parse_json(text)
+        schema = parse_json(text)
     except ValueError as error:
         raise ValueError(f"there is no JSON schema in {name}: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(schema, dict):
         raise ValueError(
             f"the JSON in {name} is no schema; give an object in braces, such as "
             '{"type": "object"}'
         )
-    return found
+    return schema
 
 
 MODEL: Any = argument(
@@ -391,7 +391,7 @@ class Backend:
         """Return whether llama.cpp's library is to run `model`.
 
         Raises:
-            UnsupportedModel: it was asked for, and the model is no GGUF file.
+            UnsupportedModel: it was requested, and the model is no GGUF file.
         """
         file = names_gguf(model)
         if self.backend == "llamacpp":

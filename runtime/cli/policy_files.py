@@ -46,14 +46,14 @@ def _rows(folder: Path) -> tuple[Rows, Rows]:
         names = _executed(folder / "base" / f"{file}.py", names)
     kinds = {slot: names[slot.title().replace("_", "")] for slot in DOES}
 
-    def parts(place: Path) -> dict[str, TablePart]:
-        files = [path for path in place.glob("*.py") if path.stem != "__init__"]
+    def parts(directory: Path) -> dict[str, TablePart]:
+        files = [path for path in directory.glob("*.py") if path.stem != "__init__"]
         return {path.stem: _part(path, names, kinds) for path in files}
 
     policies, others = parts(folder), dict[str, TablePart]()
-    for place in folder.iterdir():
-        if place.name != "base":
-            others |= parts(place)
+    for subfolder in folder.iterdir():
+        if subfolder.name != "base":
+            others |= parts(subfolder)
     presets = {name: names["Preset"](name) for name in policies}
     for part in (*policies.values(), *others.values()):
         for name, preset in part.component.presets.items():
@@ -66,7 +66,7 @@ def _rows(folder: Path) -> tuple[Rows, Rows]:
 
 def _executed(path: Path, names: Mapping[str, Any]) -> dict[str, Any]:
     """Return the names, and those of the file's classes, which have properties and no methods."""
-    found = dict(names)
+    namespace = dict(names)
     for node in ast.parse(path.read_bytes()).body:
         if isinstance(node, ast.ClassDef):
             node.body = [
@@ -75,14 +75,16 @@ def _executed(path: Path, names: Mapping[str, Any]) -> dict[str, Any]:
                 if not isinstance(x, ast.FunctionDef) or x.decorator_list or x.name == "options"
             ]
             # As in this file, annotations stay text: their names are not needed.
-            exec(compile(ast.Module([node], []), str(path), "exec"), found)
-    return found
+            exec(compile(ast.Module([node], []), str(path), "exec"), namespace)
+    return namespace
 
 
 def _part(path: Path, names: Mapping[str, Any], kinds: Mapping[str, Any]) -> TablePart:
     """Return the one part that a file defines, with its options as they are by default."""
-    found = _executed(path, names).items()
-    [kind] = [x for key, x in found if key not in names and issubclass(x, names["Component"])]
+    names_defined = _executed(path, names).items()
+    [kind] = [
+        x for key, x in names_defined if key not in names and issubclass(x, names["Component"])
+    ]
     if any("ClassVar" in str(field.type) for field in fields(kind)):
         raise ValueError("a ClassVar by another name is taken for an option")
     return TablePart(

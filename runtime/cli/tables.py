@@ -205,9 +205,9 @@ def _costs(row: Mapping[str, Any]) -> str:
     return ", ".join([*costs, f"workspace {times}"])
 
 
-def _where(place: str) -> str:
+def _where(storage: str) -> str:
     """Return in words where evicted tokens lie, if not beside the cache."""
-    return {"": "", "device": "", "host": ", on the host"}.get(place, f", in {place}")
+    return {"": "", "device": "", "host": ", on the host"}.get(storage, f", in {storage}")
 
 
 def print_plan(

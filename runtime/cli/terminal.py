@@ -214,11 +214,11 @@ class ChatCompleter(Completer):
     def _files(self, typed: str, event: CompleteEvent, escaped: bool) -> Iterator[Completion]:
         """Yield files that begin with `typed`; `escaped` puts backslashes before spaces."""
         begun = typed.replace("\\ ", " ") if escaped else typed
-        for found in self._paths.get_completions(Document(begun), event):
-            rest = found.text.replace(" ", "\\ ") if escaped else found.text
-            folder = found.display_text.endswith("/")
+        for completion in self._paths.get_completions(Document(begun), event):
+            rest = completion.text.replace(" ", "\\ ") if escaped else completion.text
+            folder = completion.display_text.endswith("/")
             end = "/" if folder else " " if escaped else ""  # a question may follow
-            yield Completion(rest + end, found.start_position, display=found.display)
+            yield Completion(rest + end, completion.start_position, display=completion.display)
 
 
 def beginning(typed: str, words: Iterable[str], end: str = "") -> Iterator[Completion]:
@@ -357,8 +357,8 @@ class TypeAhead:
             keys += more
         keys += self._keyboard.flush_keys()
         enter = KeyPress(Keys.ControlM, "\r")  # the terminal sends a line feed in its place
-        found = [enter if press.key == Keys.ControlJ else press for press in keys]
-        return [press for press in found if press.key != Keys.CPRResponse]
+        presses = [enter if press.key == Keys.ControlJ else press for press in keys]
+        return [press for press in presses if press.key != Keys.CPRResponse]
 
     def hand_on(self, keys: list[KeyPress]) -> None:
         """Give keys to the next prompt as if they were typed then: it ends with the first Enter.

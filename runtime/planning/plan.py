@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvcap.runtime.cache.settings import SettingNames
     from kvcap.runtime.models.weights import Headers, Weights, WeightsSource
 
-BLOCK_SIZES = [BLOCK_SIZE >> i for i in range(8)]  # tried in this order where none is asked for
+BLOCK_SIZES = [BLOCK_SIZE >> i for i in range(8)]  # tried in this order unless one is given
 LARGE = f"the default on CUDA from {2 * GPU_BLOCK:,} slots on, where prompts are read faster"
 LOADING = 64 << 20  # bytes: a tokenizer, the mapped file of weights, buffers of the first block
 RUNNING = 16 << 20  # the last of these alone
@@ -92,7 +92,7 @@ class MemoryPlan:
     tokenising: int = (
         TOKENISING  # bytes for each byte of a text, while the model's tokenizer has it
     )
-    block_why: str = ""  # why blocks have this size, in words; '': it was asked for, or is 128
+    block_why: str = ""  # why blocks have this size, in words; '': it was given, or is 128
 
     @property
     def summary(self) -> str:
@@ -354,13 +354,13 @@ class ModelPlanner:
 
 
 class Sizes(NamedTuple):
-    """A set of sizes that a user asked for; None leaves one to the plan."""
+    """A set of sizes that a user requested; None leaves one to the plan."""
 
     cache: CacheSettings
     memory_cap: str | int | None = None  # bytes of the process, or 'auto'
 
     def usual(self, config: Any) -> int:
-        """Return the slots where no size was asked for; as many as memory holds, at most.
+        """Return the slots where no size was given; as many as memory holds, at most.
 
         A policy that never evicts holds a text as long as the model was trained on.
 
@@ -387,7 +387,7 @@ class Sizes(NamedTuple):
         return with_one_rope(config, reach)
 
     def slots(self, default: int) -> int | None:
-        """Return the slots asked for, or `default`; None where a number of bytes decides."""
+        """Return the requested slots, or `default`; None where a number of bytes decides."""
         if self.cache.budget_tokens is not None:
             return self.cache.budget_tokens
         return default if self.cache.kv_budget is None and self.memory_cap is None else None
@@ -395,16 +395,16 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """A search for the plan that fits the sizes asked for, with the most slots where bytes decide.
+    """A search for the plan that fits the requested sizes, with the most slots where bytes decide.
 
     Args:
         plan: makes the plan of so many slots and so large a block.
-        sizes: asked for.
+        sizes: as requested.
         pinned: the fewest slots that the policy accepts.
         trained_length: tokens, beyond which a cap of the process takes no more slots.
         exactly: replaces a plan's estimate of the workspace by the workspace it will take.
         most: tokens that a head and its block may hold; None: any number.
-        largest: the largest block to take where bytes decide and none was asked for.
+        largest: the largest block to take where bytes decide and none was given.
     """
 
     plan: Callable[[int, int], MemoryPlan]
@@ -416,7 +416,7 @@ class PlanSearch:
     largest: int = BLOCK_SIZE
 
     def best(self, tokens: int, block: int) -> MemoryPlan:
-        """Return the plan; `tokens` and `block` are used where no sizes were asked for.
+        """Return the plan; `tokens` and `block` are used where no sizes were given.
 
         Raises:
             PlanInfeasible: nothing fits, naming what would.
@@ -439,7 +439,7 @@ class PlanSearch:
     def most_within(self, nbytes: int, tokens: int, block: int) -> int:
         """Return the most slots, up to `tokens`, whose run takes at most `nbytes`; at least one.
 
-        A block of `block` is used where none was asked for.
+        A block of `block` is used where none was given.
         """
         size = self.sizes.cache.block_size or block
         larger = range(2, tokens + 1)
@@ -448,7 +448,7 @@ class PlanSearch:
     def within_cache(self, nbytes: int) -> MemoryPlan:
         """Return the plan with the most slots whose cache fits `nbytes`.
 
-        A block that was not asked for is halved until it takes at most a third of the slots.
+        A block that was not given is halved until it takes at most a third of the slots.
 
         Raises:
             PlanInfeasible: too few slots fit, naming the bytes that would do.
@@ -474,7 +474,7 @@ class PlanSearch:
     def within_process(self, cap: int) -> MemoryPlan:
         """Return the plan with the most slots whose process stays within `cap` bytes.
 
-        A block that was not asked for is the largest that leaves room for twice its slots.
+        A block that was not given is the largest that leaves room for twice its slots.
 
         Raises:
             PlanInfeasible: not even the least fits, naming what would.
@@ -517,7 +517,7 @@ class PlanSearch:
         )
 
     def _fewest(self, block: int) -> int:
-        """Return the fewest slots for such blocks: at least twice a block that nobody asked for."""
+        """Return the fewest slots for such blocks: at least twice a block that was not given."""
         return max(1, self.pinned, 2 * block if self.sizes.cache.block_size is None else 0)
 
 

@@ -20,9 +20,9 @@ SERVING = 64 << 20  # bytes: the server's libraries and threads, requests that a
 BODY = 4 << 20  # bytes of a request, at most, where there is no cap
 CAPPED_BODY = 256 << 10  # likewise under a cap, since the memory to tokenise it is kept free
 TEXT = 64 << 10  # bytes of what was said in a conversation, beside its cache
-TOGETHER = (8, 4, 2, 1)  # answers at once that are tried in this order where none were asked for
+TOGETHER = (8, 4, 2, 1)  # answers at once, tried in this order unless a number is given
 PLACES = 64  # conversations where there is no cap
-SHARED_PROMPTS = 4  # copies of caches behind system prompts where no number was asked for
+SHARED_PROMPTS = 4  # copies of caches behind system prompts unless a number is given
 EACH_SHARED = 8  # then one such copy for so many conversations that fit
 
 
@@ -147,7 +147,7 @@ class ServingPlan:
                 the place of each eighth conversation that fits.
 
         Raises:
-            PlanInfeasible: not one fits, or fewer than were asked for, saying how many do.
+            PlanInfeasible: not one fits, or fewer than requested, saying how many do.
         """
         body = usual_body(cap) if body is None else body
         for number in (together,) if together else TOGETHER:

@@ -63,24 +63,24 @@ class Dialogue:
         if not start or self.is_text(ids[start - 1]):
             return start, ""
         name = ""
-        for place in range(start, min(start + NAMED, len(ids))):
-            if not self.is_text(ids[place]):
+        for index in range(start, min(start + NAMED, len(ids))):
+            if not self.is_text(ids[index]):
                 break
-            name += self._piece(ids[place])
-            last = place + 1 == len(ids) or not self.is_text(ids[place + 1])
+            name += self._piece(ids[index])
+            last = index + 1 == len(ids) or not self.is_text(ids[index + 1])
             if name.strip() in ROLES and (last or name.endswith("\n")):
-                return place + 1, name.strip()
+                return index + 1, name.strip()
         return start, self._roles.get(ids[start - 1], "")
 
     def messages(self, ids: Sequence[int]) -> Iterator[Message]:
         """Yield the messages, the newest first."""
-        for place in range(len(ids), 0, -1):
-            start, role = self.opening(ids, place)
+        for index in range(len(ids), 0, -1):
+            start, role = self.opening(ids, index)
             if role:
-                framed = place < start < len(ids) and not self.is_text(ids[start])
+                framed = index < start < len(ids) and not self.is_text(ids[start])
                 if framed and not self._piece(ids[start - 1]).endswith("\n"):
                     start += 1  # the name has a special token on either side
-                yield Message(place - 1, start, self.text_stop(ids, start), role)
+                yield Message(index - 1, start, self.text_stop(ids, start), role)
 
     def repeated_replies(self, ids: Sequence[int]) -> list[Span]:
         """Return the spans of replies that were given at least 3 times in the same words.

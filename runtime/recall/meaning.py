@@ -50,8 +50,8 @@ class Meaning:
         mean = sum(self._cut(piece).sum(0, dtype=np.float64) for piece in pieces) / len(sampled)
         spread = np.zeros((len(mean), len(mean)), np.float32)
         for piece in pieces:
-            apart = (self._cut(piece) - mean).astype(np.float32)
-            spread += apart.T @ apart
+            centred = (self._cut(piece) - mean).astype(np.float32)
+            spread += centred.T @ centred
         spread += np.eye(len(mean), dtype=np.float32) * (1e-3 * spread.trace() / len(mean) + 1e-12)
         root = np.linalg.cholesky(spread)
         return mean.astype(np.float32), np.linalg.inv(root).T

@@ -139,8 +139,8 @@ class Recall:
         self._forget_beyond(seen)
         self.spans = clipped(self.spans, seen)
 
-    def place(self, ids: Sequence[int], first: int, stop: int) -> int:
-        """Return where text is read again in a message: in front of its question.
+    def question_start(self, ids: Sequence[int], first: int, stop: int) -> int:
+        """Return the index of a message's question, in front of which text is read again.
 
         Args:
             ids: tokens of the message, and of what the chat template writes around it.
@@ -354,7 +354,7 @@ class Recall:
         """Return the text of tokens, with a new line for special tokens and roles."""
         texts = list[str]()
         for is_text, run in groupby(
-            range(len(ids)), lambda place: self.dialogue.is_text(ids[place])
+            range(len(ids)), lambda index: self.dialogue.is_text(ids[index])
         ):
             if is_text:
                 indices = list(run)

@@ -101,8 +101,10 @@ def cuts(pieces: Sequence[str], longest: int = LONGEST) -> Iterator[int]:
         if end is None:
             if len(pieces) - start <= longest:
                 return
-            late = [cut for cut in within if cut[0] - start > longest * 2 // 5] or within
-            end = max(late, key=lambda cut: (cut[1], cut[0]), default=(start + longest, WORD))[0]
+            far_enough = [cut for cut in within if cut[0] - start > longest * 2 // 5] or within
+            end = max(
+                far_enough, key=lambda cut: (cut[1], cut[0]), default=(start + longest, WORD)
+            )[0]
         yield end
         start = end
 

@@ -51,7 +51,7 @@ class Answer:
         return result if is_token else None
 
 
-class SharedRows(Protocol):
+class TokenReader(Protocol):
     """A protocol of objects that read one token of each of several sessions in one pass."""
 
     @property
@@ -128,7 +128,7 @@ class Batch:
         self._paused: list[Answer] = []
         self._launched: Callable[[], object] = lambda: None  # waits for the last block of a prompt
         self._begun: tuple[list[Answer], Callable[[], list[Any]]] = [], list  # a pass over rows
-        self._rows: SharedRows | None
+        self._rows: TokenReader | None
         self._rows, self.apart = runtime.shared_rows(size)
         """Says why tokens are read one session after the other; None: they are read in one pass."""
 

@@ -90,7 +90,7 @@ class Engine(Protocol):
     def shared_rows(self, size: int) -> tuple[Any, str | None]:
         """Return a reader of one token of each of `size` sessions, or None and why there is none.
 
-        See `SharedRows` in `batch.py`.
+        See `TokenReader` in `batch.py`.
         """
 
     def with_policy_name(self, policy: str, options: dict[str, Any]) -> Engine:

@@ -644,9 +644,7 @@ class Session:
         if not ids:
             raise EmptyPrompt("the prompt is empty; give at least one token of text")
         ids = self._unread + ids
-        question_index = (
-            self._place_of_question(ids, 0, len(ids), self.cache.seen) if recall else None
-        )
+        question_index = self._question_index(ids, 0, len(ids), self.cache.seen) if recall else None
         return self._checked(PreparedPrompt(ids, None, [], question=question_index))
 
     def _repeated_prompt(self) -> PreparedPrompt:
@@ -774,11 +772,11 @@ class Session:
             len(ids) - common_suffix(ids, self._encoded(text[offset:]))
             for offset in (begins, begins + len(content))
         )
-        return self._place_of_question(ids, first, stop, seen)
+        return self._question_index(ids, first, stop, seen)
 
-    def _place_of_question(self, ids: list[int], first: int, stop: int, seen: int) -> int | None:
+    def _question_index(self, ids: list[int], first: int, stop: int, seen: int) -> int | None:
         """Return where the question begins in a message whose text is from `first` to `stop`."""
-        index = self.recall.place(ids, first, stop)
+        index = self.recall.question_start(ids, first, stop)
         return index if self.recall.limit and self._evicts(seen + index) else None
 
     def _evicts(self, tokens: int) -> bool:

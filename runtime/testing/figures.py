@@ -70,7 +70,7 @@ class Compared:
 
 
 def made_on() -> dict[str, str]:
-    """Return the versions and machine that figures depend on; torch is asked only if imported."""
+    """Return the versions and machine that figures depend on; of torch only if it is imported."""
     facts = {"platform": f"{platform.system()} {platform.machine()}"}
     for name in ("torch", "transformers"):
         with suppress(PackageNotFoundError):

@@ -147,7 +147,7 @@ class _Event:
 
 
 class _Recording:
-    """A run of PyTorch's profiler that records memory, and the calls of every thread if asked."""
+    """A run of PyTorch's profiler that records memory, and the calls of every thread if wanted."""
 
     def __init__(self, stacks: bool) -> None:
         self._before = sys.getprofile()

@@ -180,7 +180,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker, and read the baseline if one is asked for."""
+    """Register the marker, and read the baseline if one is given."""
     config.addinivalue_line(
         "markers",
         f"{MARKER}(size, host=None, process=False): fail where the CPU tensors of the test's body "

@@ -202,7 +202,7 @@ def test_presets_hold_what_their_names_promise():
         (["--preset", "slow"], "no preset 'slow'; there are table19, quick, full"),
         (["--policies", "nothing"], "no policy 'nothing'; it has snapkv, tova"),
         (["--dtypes", "int8"], "no dtype 'int8'; it has fp16, fp32"),
-        (["--policies", "h2o", "--stages", "evict"], "no cell with all that was asked for"),
+        (["--policies", "h2o", "--stages", "evict"], "no cell with all that was requested"),
         (["--sizes", "0"], "'0' will not work; use whole numbers above 0"),
         (["--threads", "1,1"], "'1,1' will not work"),
         (["--kv-heads", "3", "--heads", "4"], "cannot share 3 KV heads evenly"),

@@ -1,7 +1,7 @@
 """States a fact in each turn of a long conversation, and asks for one of them in the last turn.
 
 Every message of the user states a number among sentences about other things. The facts that are not
-asked for are distractors of the same form.
+of the question are distractors of the same form.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REPLY = "I see."
 
 
 def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
-    """Make a conversation in which the fact that is asked for stands at a depth."""
+    """Make a conversation in which the fact of the question stands at a depth."""
     turns = max(2, min(TURNS, length // TURN))
     while True:
         facts = number_facts(rng, turns)

@@ -65,7 +65,7 @@ class _File:
         ids = self._ids[1]
         if len(ids) < length:
             raise ValueError(
-                f"perplexity:{self.path} has {len(ids):,} tokens, and {length:,} were asked for; "
+                f"perplexity:{self.path} has {len(ids):,} tokens, and {length:,} were requested; "
                 f"give --lengths {len(ids)} or less, or a longer text"
             )
         start = int(depth * (len(ids) - length))

@@ -59,8 +59,8 @@ class Allocated(NamedTuple):
 
     @classmethod
     def parse(cls, said: str) -> Allocated:
-        """Return the bytes that a log names; those of cells are exact, since rows are."""
-        caches = [_cells_bytes(*found) for found in CELLS.findall(said)]
+        """Read the bytes from the library's log, and undo its rounding of those of cells."""
+        caches = [_cells_bytes(*match) for match in CELLS.findall(said)]
         return cls(
             cells=caches[0] if caches else 0,
             sliding=sum(caches[1:]),
@@ -91,8 +91,8 @@ def _whole(size: float, unit: int, layers: int) -> int:
     return alike if abs(alike - size) <= ROUNDED else round(size / unit) * unit
 
 
-class CellRows(NamedTuple):
-    """A record of a layer's keys or values, one row of each cell."""
+class CellMatrix(NamedTuple):
+    """A matrix of a layer's keys or values, as bytes: a row for each cell."""
 
     data: Bytes  # [cells, n]
     kind: int  # the library's number of the type of their numbers
@@ -108,8 +108,8 @@ class LayerCells:
     library: Library  # whose own conversion reads quantised numbers
     head: int  # numbers of a key of one KV head, so that rows have K of them
     order: NDArray[np.intp]  # of the cells, by position
-    key_rows: CellRows
-    value_rows: CellRows | None  # None: the layer's keys are latents, of which values are made
+    key_rows: CellMatrix
+    value_rows: CellMatrix | None  # None: the layer's keys are latents, of which values are made
 
     @property
     def heads(self) -> int:
@@ -135,7 +135,7 @@ class LayerCells:
             )
         return self._floats(self.value_rows)
 
-    def _floats(self, rows: CellRows) -> Floats:
+    def _floats(self, rows: CellMatrix) -> Floats:
         cells = self.library.floats(rows.data, rows.kind)[self.order]
         return np.ascontiguousarray(cells.reshape(len(cells), self.heads, -1).swapaxes(0, 1))
 
@@ -218,11 +218,11 @@ class Context:
 
     @property
     def unused(self) -> bool:
-        """Return whether no conversation has a sequence of it."""
+        """Return whether no conversation has a sequence of this context."""
         return len(self.free) == self.sequences
 
     def lease(self) -> int:
-        """Return a sequence that no conversation has, with empty cells."""
+        """Return the number of a sequence that no conversation has, and empty its cells."""
         sequence = self.free.pop()
         self.remove(sequence)
         return sequence
@@ -240,29 +240,29 @@ class Context:
         if self.threads is None and len(tokens) > 1:
             self.calls.llama_set_n_threads(self.pointer, free := free_core_count(), free)
         start = ctypes.addressof(self._sequence_ids)
-        for place, (sequence, token, position) in enumerate(tokens):
-            self._ids[place], self._positions[place] = token, position
-            self._sequences[place] = start + 4 * sequence
-            self._outputs[place] = 0
-        for place in outputs:
-            self._outputs[place] = 1
+        for index, (sequence, token, position) in enumerate(tokens):
+            self._ids[index], self._positions[index] = token, position
+            self._sequences[index] = start + 4 * sequence
+            self._outputs[index] = 0
+        for index in outputs:
+            self._outputs[index] = 1
         arrays = (
             self._ids, None, self._positions, self._counts, self._sequences, self._outputs
         )  # fmt: skip
-        places = (None if array is None else ctypes.addressof(array) for array in arrays)
-        batch = LlamaBatch(len(tokens), *places)
+        addresses = (None if array is None else ctypes.addressof(array) for array in arrays)
+        batch = LlamaBatch(len(tokens), *addresses)
         if code := self.calls.llama_decode(self.pointer, batch):
             raise MemoryCapExceeded(
                 f"llama.cpp refused {len(tokens)} tokens with code {code}: "
                 f"{reason(self.model.library.said())}"
             )
         self.model.library.lines.clear()
-        rows = [self._logits(place) for place in outputs]
+        rows = [self._logits(index) for index in outputs]
         return np.stack(rows) if rows else np.empty((0, self.model.vocabulary), np.float32)
 
-    def _logits(self, place: int) -> Floats:
-        found = self.calls.llama_get_logits_ith(self.pointer, place)
-        return np.ctypeslib.as_array(found, (self.model.vocabulary,)).copy()
+    def _logits(self, index: int) -> Floats:
+        pointer = self.calls.llama_get_logits_ith(self.pointer, index)
+        return np.ctypeslib.as_array(pointer, (self.model.vocabulary,)).copy()
 
     @exclusively
     def remove(self, sequence: int, start: int = 0, stop: int = -1) -> None:
@@ -281,9 +281,9 @@ class Context:
     def state(self, sequence: int) -> Bytes:
         """Return a copy of all that a conversation's cells hold, as the library writes it."""
         size = self.calls.llama_state_seq_get_size(self.pointer, sequence)
-        found = np.empty(size, np.uint8)
-        self.calls.llama_state_seq_get_data(self.pointer, found.ctypes.data, size, sequence)
-        return found
+        data = np.empty(size, np.uint8)
+        self.calls.llama_state_seq_get_data(self.pointer, data.ctypes.data, size, sequence)
+        return data
 
     @exclusively
     def set_state(self, sequence: int, state: Bytes) -> bool:
@@ -318,7 +318,7 @@ def _free(calls: Any, pointer: int, model: LlamaModel) -> None:
 
 
 def whole_pages(cells: int) -> int:
-    """Return the cells that a context has which is asked for so many: a multiple of 256."""
+    """Round a number of cells up to what a context allocates, a multiple of 256."""
     return -(-cells // PAGE) * PAGE
 
 
@@ -333,8 +333,8 @@ class StatePart(NamedTuple):
 
     held: int  # cells
     positions: NDArray[np.int32]  # of the cells
-    keys: list[CellRows]  # of each layer
-    values: list[CellRows]  # likewise; none: keys are latents
+    keys: list[CellMatrix]  # of each layer
+    values: list[CellMatrix]  # likewise; none: keys are latents
     body: Bytes  # everything behind the number of cells
     stop: int  # bytes of the state up to its end
 
@@ -348,18 +348,18 @@ def split_state(state: Bytes, library: Library) -> Iterator[StatePart]:
     reader = _Reader(state)
     reader.words(2)  # a mark, and the sequence
     while reader.left:
-        found = StatePart(0, np.empty(0, np.int32), [], [], state[:0], 0)
+        part = StatePart(0, np.empty(0, np.int32), [], [], state[:0], 0)
         for _ in range(int(reader.words(1)[0])):
             if held := int(reader.words(1)[0]):
-                if found.held:
+                if part.held:
                     raise MemoryCapExceeded("llama.cpp's state is of several conversations")
-                found = _read_part(reader, held, library)
-        yield found._replace(stop=reader.place)
+                part = _read_part(reader, held, library)
+        yield part._replace(stop=reader.offset)
 
 
 def _read_part(reader: _Reader, held: int, library: Library) -> StatePart:
-    """Return the cells of a stream, of which there are some."""
-    begins = reader.place
+    """Return the `held` cells of the stream that begins here."""
+    begins = reader.offset
     positions = reader.words(3 * held).reshape(held, 3)[:, 0]
     by_channel, layers = (int(word) for word in reader.words(2))
     if by_channel:
@@ -368,52 +368,54 @@ def _read_part(reader: _Reader, held: int, library: Library) -> StatePart:
             "streaming_llm, and save no session"
         )
     reader.take(library.layout.gap)
-    keys, values = [reader.rows(held) for _ in range(layers)], list[CellRows]()
+    keys, values = [reader.rows(held) for _ in range(layers)], list[CellMatrix]()
     while len(values) < layers and reader.follows(held):
         values.append(reader.rows(held))
-    return StatePart(held, positions, keys, values, reader.state[begins : reader.place], 0)
+    return StatePart(held, positions, keys, values, reader.state[begins : reader.offset], 0)
 
 
 class _Reader:
     """A reader of a state's bytes from their beginning."""
 
     def __init__(self, state: Bytes) -> None:
-        self.state, self.place = state, 0
+        self.state, self.offset = state, 0
 
     @property
     def left(self) -> int:
-        return self.state.nbytes - self.place
+        return self.state.nbytes - self.offset
 
     def take(self, size: int) -> Bytes:
         if not 0 <= size <= self.left:
             raise MemoryCapExceeded("llama.cpp's state is laid out otherwise than kvcap knows")
-        self.place += size
-        return self.state[self.place - size : self.place]
+        self.offset += size
+        return self.state[self.offset - size : self.offset]
 
     def words(self, count: int) -> NDArray[np.int32]:
         return np.frombuffer(self.take(4 * count), "<i4")
 
-    def rows(self, held: int) -> CellRows:
-        """Return the rows of a layer."""
+    def rows(self, held: int) -> CellMatrix:
+        """Return the keys or the values of a layer, which begin here."""
         head = np.frombuffer(self.take(ROWS.itemsize), ROWS)[0]
         if head["type"] not in TYPES:
             raise MemoryCapExceeded(f"llama.cpp's state has rows of its type {head['type']}")
-        return CellRows(self.take(held * int(head["nbytes"])).reshape(held, -1), int(head["type"]))
+        return CellMatrix(
+            self.take(held * int(head["nbytes"])).reshape(held, -1), int(head["type"])
+        )
 
     def follows(self, held: int) -> bool:
         """Return whether rows of another layer follow, and not another part of the state."""
         if self.left < ROWS.itemsize:
             return False
-        head = np.frombuffer(self.state[self.place :], ROWS, 1)[0]
+        head = np.frombuffer(self.state[self.offset :], ROWS, 1)[0]
         return bool(head["type"] in TYPES and 0 < held * int(head["nbytes"]) <= self.left)
 
 
 def for_streams(state: Bytes, streams: int, model: LlamaModel) -> Bytes:
-    """Return a state as a context of so many conversations takes it."""
-    written, place = [state[:8].tobytes()], 8
+    """Return a state in the layout that a context of `streams` conversations reads."""
+    written, end = [state[:8].tobytes()], 8
     attention = (2 if model.window else 1) if model.recurrent else None  # states stay as they are
     for part in islice(split_state(state, model.library), attention):
         counts = np.array([streams, part.held, *[0] * (streams - 1)], "<u4").tobytes()
         written += [counts[:8], part.body.tobytes(), counts[8:]]
-        place = part.stop
-    return np.frombuffer(b"".join([*written, state[place:].tobytes()]), np.uint8)
+        end = part.stop
+    return np.frombuffer(b"".join([*written, state[end:].tobytes()]), np.uint8)

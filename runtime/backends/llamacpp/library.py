@@ -149,7 +149,7 @@ LAYOUTS = {"0.5": Layout(128, 0), "0.6": Layout(136, 8)}
 """Holds what differs, by the first two numbers of a version."""
 SWITCHES = bytes((0, 1, 1, 1, 1, 0))
 """Holds the defaults of embeddings, offload_kqv, no_perf, op_offload, swa_full and kv_unified."""
-SLIDING_WHOLE = 4  # the place of swa_full among them
+SLIDING_WHOLE = 4  # the offset of swa_full among them
 MODEL_DEFAULTS = {"split_mode": 1, "load_mode": -1, "lazy_mode": 1, "main_gpu": 0, "no_alloc": 0}
 CONTEXT_DEFAULTS = {
     "n_ctx": 512, "n_batch": 2048, "n_ubatch": 512, "n_seq_max": 1, "n_outputs_max": 0,
@@ -230,29 +230,29 @@ def find_library() -> Path | None:
             f"no libllama lies in {given}, which {VARIABLE} names; give the library, its folder, "
             "or one where `npm install node-llama-cpp` was run"
         )
-    return next((file for place in _places() for file in _libraries_in(place)), None)
+    return next((file for path in _candidates() for file in _libraries_in(path)), None)
 
 
-def _places() -> Iterator[Path]:
-    """Yield places where a library may be, the best first; none of them is the current folder."""
+def _candidates() -> Iterator[Path]:
+    """Yield files and folders that may have a library, the best first; never the current folder."""
     yield from map(Path, NODE_FOLDERS)
     for package in ("llama_cpp", "xllamacpp"):
         if spec := importlib.util.find_spec(package):
-            yield from (Path(place) for place in spec.submodule_search_locations or ())
+            yield from (Path(folder) for folder in spec.submodule_search_locations or ())
     machine = platform.machine()
-    yield from (Path(place) for place in (*SYSTEM_FOLDERS, f"/usr/lib/{machine}-linux-gnu"))
+    yield from (Path(folder) for folder in (*SYSTEM_FOLDERS, f"/usr/lib/{machine}-linux-gnu"))
 
 
-def _libraries_in(place: Path) -> Iterator[Path]:
-    """Yield the libraries in a place: itself, or in the folders that packages have below it."""
-    if place.is_file():
-        yield place
+def _libraries_in(path: Path) -> Iterator[Path]:
+    """Yield the library at a path: the file itself, or files in the folders of packages below."""
+    if path.is_file():
+        yield path
     name = npm_name()
     for folder in (
-        place,
-        place / "lib",
+        path,
+        path / "lib",
         *(
-            place / package / "bins" / name
+            path / package / "bins" / name
             for package in (
                 Path("node_modules", "@node-llama-cpp", name),
                 Path("node_modules", "node-llama-cpp", "node_modules", "@node-llama-cpp", name),
@@ -286,7 +286,7 @@ class Library:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.lines: list[str] = []
-        """Holds what the library wrote to its log since `said` was last asked."""
+        """Holds what the library wrote to its log since `said` was last called."""
         try:
             self._beside = beside = [
                 ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
@@ -331,8 +331,8 @@ class Library:
 
     def model_settings(self) -> ModelSettings:
         """Return the default settings of a model."""
-        found: ModelSettings = self.calls.llama_model_default_params()
-        return found
+        settings: ModelSettings = self.calls.llama_model_default_params()
+        return settings
 
     def context_settings(self, *, sliding_whole: bool = False) -> ContextSettings:
         """Return the default settings of a context, whose sliding layers keep only their windows.
@@ -340,16 +340,16 @@ class Library:
         Args:
             sliding_whole: whether sliding layers keep as many cells as others.
         """
-        found: ContextSettings = self.calls.llama_context_default_params()
-        place = ctypes.addressof(found) + self.layout.switches + SLIDING_WHOLE
-        c_bool.from_address(place).value = sliding_whole
-        return found
+        settings: ContextSettings = self.calls.llama_context_default_params()
+        address = ctypes.addressof(settings) + self.layout.switches + SLIDING_WHOLE
+        c_bool.from_address(address).value = sliding_whole
+        return settings
 
     def type_of(self, kind: int) -> NumberType:
         """Return what the library knows of its type of numbers `kind`."""
         known = self.symbol("ggml_get_type_traits", POINTER(NumberType), (ctypes.c_int,))
-        found: NumberType = known(kind)[0]
-        return found
+        number_type: NumberType = known(kind)[0]
+        return number_type
 
     def floats(self, rows: NDArray[np.uint8], kind: int) -> NDArray[np.float32]:
         """Return the float32 numbers of rows of bytes of the type `kind`, by its own conversion."""
@@ -358,9 +358,9 @@ class Library:
         known, source = self.type_of(kind), np.ascontiguousarray(rows)
         if not known.to_float:
             return source.view(np.float32)
-        found = np.empty((len(rows), rows.shape[1] // known.nbytes * known.numbers), np.float32)
-        ToFloat(known.to_float)(source.ctypes.data, found.ctypes.data, found.size)
-        return found
+        numbers = np.empty((len(rows), rows.shape[1] // known.nbytes * known.numbers), np.float32)
+        ToFloat(known.to_float)(source.ctypes.data, numbers.ctypes.data, numbers.size)
+        return numbers
 
     def symbol(self, name: str, result: Any, arguments: tuple[Any, ...]) -> Any:
         """Return a function of ggml, which some builds have in a library of its own.
@@ -388,8 +388,8 @@ class Library:
         model, context = self.model_settings(), self.calls.llama_context_default_params()
         wrong = [name for name, value in MODEL_DEFAULTS.items() if getattr(model, name) != value]
         wrong += [k for k, value in CONTEXT_DEFAULTS.items() if getattr(context, k) != value]
-        place = self.layout.switches
-        if bytes(context)[place : place + len(SWITCHES)] != SWITCHES:
+        offset = self.layout.switches
+        if bytes(context)[offset : offset + len(SWITCHES)] != SWITCHES:
             wrong.append("swa_full")
         if wrong:
             raise self._unusable(
@@ -411,13 +411,13 @@ def load_library(file: Path | None = None) -> Library:
         ExtraMissing: there is none.
         LibraryUnusable: it cannot be used.
     """
-    found = file or find_library()
-    if found is None:
+    path = file or find_library()
+    if path is None:
         raise ExtraMissing(
             "llama.cpp's library, which runs GGUF files, was not found; run: pip install "
             f"xllamacpp, or name the library of another build in {VARIABLE}"
         )
-    return _loaded(found.resolve())
+    return _loaded(path.resolve())
 
 
 @functools.cache

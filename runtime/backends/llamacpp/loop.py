@@ -61,8 +61,8 @@ class LlamaCache(ArrayCache):
         # A finaliser may run in any thread, so it only says that the sequence is free.
         weakref.finalize(self, context.free.append, self.sequence)
         self.tokens = NONE
-        """Holds the places in the conversation of the tokens that are held, ascending."""
-        self.places = NONE
+        """Holds the index in the conversation of each token that is held, ascending."""
+        self.cell_positions = NONE
         """Holds their positions."""
         self._compact = positions == "compact"
         self._moved = False  # True: keys are turned to their positions with the next pass
@@ -119,10 +119,10 @@ class LlamaCache(ArrayCache):
         """Forget the conversation; the cells stay."""
         self.context.remove(self.sequence)
         super().reset()
-        self.tokens = self.places = NONE
+        self.tokens = self.cell_positions = NONE
         self._compact, self._moved = self.positions == "compact", False
 
-    def next_places(self, count: int) -> list[int]:
+    def next_positions(self, count: int) -> list[int]:
         """Return the positions of the next tokens; evicts first where cells are not enough."""
         if self.held + count > self.context.cells:
             self.evict()
@@ -135,13 +135,13 @@ class LlamaCache(ArrayCache):
 
     @property
     def _next(self) -> int:
-        return int(self.places[-1]) + 1 if self.held else 0
+        return int(self.cell_positions[-1]) + 1 if self.held else 0
 
-    def append(self, places: Sequence[int]) -> None:
+    def append(self, positions: Sequence[int]) -> None:
         """Note that the next tokens were read at these positions."""
-        count = len(places)
+        count = len(positions)
         self.tokens = np.concatenate((self.tokens, np.arange(self.seen, self.seen + count)))
-        self.places = np.concatenate((self.places, np.array(places, np.int64)))
+        self.cell_positions = np.concatenate((self.cell_positions, np.array(positions, np.int64)))
         self.seen += count
         self._moved = False
 
@@ -164,18 +164,18 @@ class LlamaCache(ArrayCache):
     def _keep(self, stays: NDArray[np.bool_]) -> None:
         """Free the cells of tokens that do not stay; renumber the others if they are compact."""
         for start, stop in runs(~stays):
-            first, last = int(self.places[start]), int(self.places[stop - 1])
+            first, last = int(self.cell_positions[start]), int(self.cell_positions[stop - 1])
             self.context.remove(self.sequence, first, last + 1)
-        self.tokens, places = self.tokens[stays], self.places[stays]
+        self.tokens, positions = self.tokens[stays], self.cell_positions[stays]
         if self._compact:
-            by = np.arange(len(places)) - places  # 0 or less, and falling
+            by = np.arange(len(positions)) - positions  # 0 or less, and falling
             for start, stop in runs_of_equal(by):
                 if by[start]:
-                    first, last = int(places[start]), int(places[stop - 1])
+                    first, last = int(positions[start]), int(positions[stop - 1])
                     self.context.move(self.sequence, first, last + 1, int(by[start]))
                     self._moved = True
-            places = np.arange(len(places))
-        self.places = places
+            positions = np.arange(len(positions))
+        self.cell_positions = positions
 
     def settle_keys(self) -> None:
         """Have the library turn moved keys to their positions now, which it does in a pass.
@@ -184,9 +184,9 @@ class LlamaCache(ArrayCache):
         The pass reads some token, whose cell is freed again.
         """
         if self._moved:
-            place = self._next
-            self.context.read([(self.sequence, 0, place)], [])
-            self.context.remove(self.sequence, place)
+            position = self._next
+            self.context.read([(self.sequence, 0, position)], [])
+            self.context.remove(self.sequence, position)
             self._moved = False
 
 
@@ -259,11 +259,11 @@ class LlamaLoop(ArrayLoop):
     def _read(self, ids: NDArray[np.int64], outputs: Sequence[int]) -> Floats:
         cache, tokens = self.cache, ids[0].tolist()
         with self.reading(len(tokens)):
-            places = cache.next_places(len(tokens))
+            positions = cache.next_positions(len(tokens))
             logits = cache.context.read(
-                [(cache.sequence, t, p) for t, p in zip(tokens, places, strict=True)], outputs
+                [(cache.sequence, t, p) for t, p in zip(tokens, positions, strict=True)], outputs
             )
-            cache.append(places)
+            cache.append(positions)
             self.evict(len(tokens))
         return logits
 
@@ -282,7 +282,7 @@ class LlamaLoop(ArrayLoop):
         arrays: dict[str, NDArray[Any]] = {
             "state": cache.context.state(cache.sequence),
             "tokens": cache.tokens,
-            "places": cache.places,
+            "places": cache.cell_positions,
         }
         facts = {"seen": cache.seen, "compact": cache._compact}
         return CacheCopy(facts, arrays, sum(array.nbytes for array in arrays.values()))
@@ -298,9 +298,9 @@ class LlamaLoop(ArrayLoop):
             cache.context.remove(cache.sequence)
             cache.seen, cache._moved = copy.facts["seen"], False
             if not cache.seen:
-                cache.tokens = cache.places = NONE
+                cache.tokens = cache.cell_positions = NONE
                 return
-            cache.tokens, cache.places = copy.tensors["tokens"], copy.tensors["places"]
+            cache.tokens, cache.cell_positions = copy.tensors["tokens"], copy.tensors["places"]
             cache._compact = copy.facts["compact"] or cache.positions == "compact"
             if not cache.context.set_state(cache.sequence, copy.tensors["state"]):
                 cache.reset()
@@ -352,14 +352,14 @@ class LlamaLoop(ArrayLoop):
             return CacheCopy({"seen": 0}, {})
         if missing := [name for name in SAVED if name not in file.names]:
             raise ValueError(f"{missing[0]} is missing")
-        found = {name: file.tensor(name) for name in SAVED}
-        tokens, places = found["tokens"], found["places"]
-        for array in (tokens, places):
+        arrays = {name: file.tensor(name) for name in SAVED}
+        tokens, positions = arrays["tokens"], arrays["places"]
+        for array in (tokens, positions):
             if array.dtype != np.int64 or array.ndim != 1 or (np.diff(array) <= 0).any():
                 raise ValueError("tokens are in no order")
-        if not len(tokens) or len(tokens) != len(places) or tokens[0] < 0 or tokens[-1] >= seen:
+        if not len(tokens) or len(tokens) != len(positions) or tokens[0] < 0 or tokens[-1] >= seen:
             raise ValueError("tokens are none that were read")
-        if places[0] < 0 or found["state"].dtype != np.uint8:
+        if positions[0] < 0 or arrays["state"].dtype != np.uint8:
             raise ValueError("cells are none that can be")
         if len(tokens) > context.cells:
             raise SessionFileForeign(
@@ -367,20 +367,20 @@ class LlamaLoop(ArrayLoop):
                 f"{context.cells:,} cells; load it with a budget of {facts['budget_tokens']:,} "
                 "slots"
             )
-        found["state"] = for_streams(found["state"], context.sequences, context.model)
-        return CacheCopy({"seen": seen, "compact": bool(facts.get("compact"))}, found)
+        arrays["state"] = for_streams(arrays["state"], context.sequences, context.model)
+        return CacheCopy({"seen": seen, "compact": bool(facts.get("compact"))}, arrays)
 
     @property
     def room(self) -> Room:
-        """Return what the cache holds and what still fits."""
+        """Return how many slots are in use, free and in the budget."""
         cache = self.cache
         return Room(cache.held, cache.spare, cache.budget, lambda budget: budget, self.never)
 
 
-class LlamaRows:
+class LlamaTokenReader:
     """A reader of one token of each of several sessions, in one pass for each context.
 
-    It is a `SharedRows` of `session/batch.py`.
+    It is a `TokenReader` (`session/batch.py`).
     """
 
     nbytes = 0
@@ -401,25 +401,27 @@ class LlamaRows:
     def begin(self, answers: list[Any], tokens: list[int]) -> Callable[[], list[Floats]]:
         """Read a token of each of these answers; return a function that gives logits [1, V]."""
         loops: list[LlamaLoop] = [answer.session.loop for answer in answers]
-        found: dict[int, Floats] = {}
+        logits: dict[int, Floats] = {}
         for context in {id(loop.cache.context): loop.cache.context for loop in loops}.values():
             mine = [i for i, loop in enumerate(loops) if loop.cache.context is context]
-            found |= self._pass(context, {i: (loops[i], tokens[i]) for i in mine})
-        return lambda: [found[i] for i in range(len(loops))]
+            logits |= self._pass(context, {i: (loops[i], tokens[i]) for i in mine})
+        return lambda: [logits[i] for i in range(len(loops))]
 
     def _pass(
-        self, context: Context, asked: Mapping[int, tuple[LlamaLoop, int]]
+        self, context: Context, tokens: Mapping[int, tuple[LlamaLoop, int]]
     ) -> dict[int, Floats]:
-        """Read a token of each of these loops, which have sequences of one context."""
-        places = {i: loop.cache.next_places(1) for i, (loop, _) in asked.items()}
-        read = [(loop.cache.sequence, token, places[i][0]) for i, (loop, token) in asked.items()]
+        """Read a token by each of these loops, whose sequences are in one context."""
+        positions = {i: loop.cache.next_positions(1) for i, (loop, _) in tokens.items()}
+        read = [
+            (loop.cache.sequence, token, positions[i][0]) for i, (loop, token) in tokens.items()
+        ]
         try:
             logits = context.read(read, range(len(read)))
         except Exception:
-            for loop, _ in asked.values():
+            for loop, _ in tokens.values():
                 loop.cache.reset()
             raise
-        for i, (loop, _) in asked.items():
-            loop.cache.append(places[i])
+        for i, (loop, _) in tokens.items():
+            loop.cache.append(positions[i])
             loop.evict(1)
-        return {i: row[None] for i, row in zip(asked, logits, strict=True)}
+        return {i: row[None] for i, row in zip(tokens, logits, strict=True)}

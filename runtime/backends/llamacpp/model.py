@@ -15,7 +15,7 @@ from kvcap.runtime.types import ModelKind
 
 UNMOVABLE = frozenset({"step35"})  # layers of it turn keys by unlike numbers
 HADAMARD = 64  # numbers that the library rotates together before it quantises keys
-LONGEST = 1 << 12  # bytes of a value of the file's header that is asked for
+LONGEST = 1 << 12  # the most bytes of a value that is read from the file's header
 END = re.compile(r"EOG token\s+= (\d+) ")  # in the library's log of a loaded file
 SAMPLING = {
     "general.sampling.temp": "temperature",
@@ -112,8 +112,8 @@ class LlamaModel:
 
     @property
     def _vocabulary(self) -> int:
-        found: int = self.library.calls.llama_model_get_vocab(self.pointer)
-        return found
+        pointer: int = self.library.calls.llama_model_get_vocab(self.pointer)
+        return pointer
 
     @property
     def parameters(self) -> int:

@@ -27,7 +27,7 @@ LOADING = 24 << 20  # bytes: the library, the vocabulary, buffers of the first b
 TOKENISING = 160  # bytes for each byte of a text, while the library's tokenizer has it
 LEAST_BLOCK = PAGE // 2  # tokens: smaller blocks are slower (docs/llamacpp.md)
 MOST_BLOCK = 2 * PAGE
-PARTS = 4  # a block that nobody asked for takes one in so many cells where bytes decide
+PARTS = 4  # where bytes decide, a block takes one in so many cells unless its size was given
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,13 @@ class LlamaPlanner:
             UnsupportedModel: all layers keep windows, which no budget makes smaller.
         """
         model, cells = self.model, whole_pages(budget + block)
-        found = allocated or self.measured(cells, block)
-        if not found.cells:
+        allocated = allocated or self.measured(cells, block)
+        if not allocated.cells:
             raise UnsupportedModel(
                 f"every layer of {model.architecture} keeps a window of {model.window:,} tokens, "
                 "so there is nothing to cap; run it with llama.cpp"
             )
-        copied = found.cells + found.sliding if self.ranking.reads else 0
+        copied = allocated.cells + allocated.sliding if self.ranking.reads else 0
         return MemoryPlan(
             policy=self.ranking.name,
             positions=self.positions,
@@ -98,23 +98,23 @@ class LlamaPlanner:
             block_size=block,
             dtype="float16",
             kv_dtype=self.settings.kv_dtype,
-            keys_values=found.cells,
+            keys_values=allocated.cells,
             slot_positions=0,
             policy_state=0,
             evicted_store=0,
             query_window=0,
             rotation_table=0,
-            sliding_layers=found.sliding,
-            state_layers=found.states,
-            workspace=found.compute + 2 * copied,  # a copy, and one layer of it as float32
-            logits=2 * found.output,  # the library's, and a copy of them
+            sliding_layers=allocated.sliding,
+            state_layers=allocated.states,
+            workspace=allocated.compute + 2 * copied,  # a copy, and one layer of it as float32
+            logits=2 * allocated.output,  # the library's, and a copy of them
             weights=model.nbytes,
             weights_from="the file",
             weights_dtype=None,
             baseline=self.baseline,
             trained_length=model.trained_length,
-            token_bytes=found.cells // cells,
-            sliding_token_bytes=found.sliding // max(1, min(cells, whole_pages(model.window))),
+            token_bytes=allocated.cells // cells,
+            sliding_token_bytes=allocated.sliding // max(1, min(cells, whole_pages(model.window))),
             sliding_window=model.window,
             layers=self._layers,
             position_modes="compact, true or auto" if self.movable else "true",
@@ -138,15 +138,15 @@ class LlamaPlanner:
 
     @property
     def sizes(self) -> tuple[int, int] | None:
-        """Return slots and tokens of a block where they were asked for; None: bytes decide."""
+        """Return the requested slots and tokens of a block; None: a number of bytes decides."""
         settings = self.settings
         if settings.kv_budget is not None or (settings.budget_tokens is None and self.baseline):
             return None
         budget = settings.budget_tokens or BUDGET_TOKENS
         return budget, settings.block_size or usual_block(budget)
 
-    def found(self, cap: int | None = None) -> MemoryPlan:
-        """Return the plan of what was asked for, with the most slots where bytes decide.
+    def best(self, cap: int | None = None) -> MemoryPlan:
+        """Return the plan of the requested sizes, with the most slots where bytes decide.
 
         Args:
             cap: bytes of the whole process.

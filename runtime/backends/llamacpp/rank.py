@@ -73,14 +73,14 @@ class Ranking:
             layers: returns keys and values of the capped layers.
             regions: parts of the conversation that leave before or after others.
         """
-        found = pinned(tokens, seen, self.pins(budget, spans), spans)
+        stays = pinned(tokens, seen, self.pins(budget, spans), spans)
         tiers = np.array(tiers_of(tokens.tolist(), regions))
         scores = self.scores(tokens, seen, budget, spans, layers)
         scores = np.where(tiers == 0, scores, tokens)  # within a region the newer stay
         # A stable sort: of equal scores the newer stay, as everywhere.
-        order = np.lexsort((scores, tiers, found))
-        found[order[len(tokens) - budget :]] = True
-        return found
+        order = np.lexsort((scores, tiers, stays))
+        stays[order[len(tokens) - budget :]] = True
+        return stays
 
     def scores(
         self,
@@ -147,7 +147,7 @@ class PolicyRanking(Ranking):
 
         from kvcap.policies import Observation
 
-        total, places = torch.zeros(len(tokens)), torch.tensor(tokens)
+        total, positions = torch.zeros(len(tokens)), torch.tensor(tokens)
         none = torch.empty(1, 1, len(tokens), 0)
         cells = layers() if self.reads else [None]
         for layer, own in enumerate(cells):
@@ -159,7 +159,7 @@ class PolicyRanking(Ranking):
             seen_by_policy = Observation(
                 keys=keys,
                 values=values,
-                positions=places.expand(1, keys.shape[1], -1),
+                positions=positions.expand(1, keys.shape[1], -1),
                 num_tokens=seen,
                 budget=budget,
                 layer=layer,
@@ -177,10 +177,10 @@ def runs(eviction: Any) -> bool:
 def pinned(tokens: Indices, seen: int, pins: tuple[int, int], spans: Sequence[Span]) -> Mask:
     """Return which of the held tokens are never evicted. Bool [n]."""
     sinks, recents = pins
-    found: Mask = (tokens < sinks) | (tokens >= seen - recents)
+    mask: Mask = (tokens < sinks) | (tokens >= seen - recents)
     for start, stop in spans:
-        found |= (tokens >= start) & (tokens < stop)
-    return found
+        mask |= (tokens >= start) & (tokens < stop)
+    return mask
 
 
 def ranking_of(name: str | None, options: Mapping[str, Any]) -> Ranking:
@@ -213,9 +213,9 @@ def usable_policies() -> dict[str, list[str]]:
 
     from kvcap.policies import load_policy, policies
 
-    found = {}
+    usable = {}
     for name in policies():
         eviction = load_policy(name)
         if runs(eviction):
-            found[name] = [*(option.name for option in fields(eviction.policy)), *PINS]
-    return found
+            usable[name] = [*(option.name for option in fields(eviction.policy)), *PINS]
+    return usable

@@ -50,13 +50,13 @@ def embedding_rows(
     calls = {name: library.symbol(name, *types) for name, types in SIGNATURES.items()}
     header = calls["gguf_init_from_file"](str(file).encode(), HeaderSettings(True, None))
     try:
-        place = calls["gguf_find_tensor"](header, TABLE)
-        if place < 0:
+        tensor_id = calls["gguf_find_tensor"](header, TABLE)
+        if tensor_id < 0:
             return None
-        kind = calls["gguf_get_tensor_type"](header, place)
+        kind = calls["gguf_get_tensor_type"](header, tensor_id)
         start = calls["gguf_get_data_offset"](header)
-        start += calls["gguf_get_tensor_offset"](header, place)
-        nbytes = calls["gguf_get_tensor_size"](header, place)
+        start += calls["gguf_get_tensor_offset"](header, tensor_id)
+        nbytes = calls["gguf_get_tensor_size"](header, tensor_id)
     finally:
         calls["gguf_free"](header)
     with file.open("rb") as opened:

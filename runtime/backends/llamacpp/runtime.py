@@ -16,7 +16,7 @@ from typing import Any
 from kvcap.runtime.backends.arrays import ArrayEngine
 from kvcap.runtime.backends.llamacpp.context import Context
 from kvcap.runtime.backends.llamacpp.library import load_library
-from kvcap.runtime.backends.llamacpp.loop import LlamaCache, LlamaLoop, LlamaRows
+from kvcap.runtime.backends.llamacpp.loop import LlamaCache, LlamaLoop, LlamaTokenReader
 from kvcap.runtime.backends.llamacpp.model import LlamaModel
 from kvcap.runtime.backends.llamacpp.plan import LOADING, LlamaPlanner, cell_type
 from kvcap.runtime.backends.llamacpp.rank import Ranking, ranking_of, usable_policies
@@ -124,7 +124,7 @@ class LlamaRuntime(ArrayEngine):
         made = cls(header, unplanned, ranking, settings, name or str(file), cap, threads)
         made.all_logits = all_logits
         if planned:
-            made.plan = planner.found(cap)
+            made.plan = planner.best(cap)
             made.gguf = LlamaModel(loaded, Path(file), gpu_layers=gpu_layers)
         else:  # the context is measured that the first conversation gets
             planner.check()
@@ -210,10 +210,10 @@ class LlamaRuntime(ArrayEngine):
         self.contexts.append(made)
         return made
 
-    def shared_rows(self, size: int) -> tuple[LlamaRows, None]:
+    def shared_rows(self, size: int) -> tuple[LlamaTokenReader, None]:
         """Return a reader of one token of each of `size` sessions, in one context for all."""
         self.group = size
-        return LlamaRows(), None
+        return LlamaTokenReader(), None
 
     def loop(self) -> LlamaLoop:
         """Return a loop over the cells of a sequence that no other conversation has."""
@@ -243,7 +243,7 @@ class LlamaRuntime(ArrayEngine):
             self.plan.baseline,
             self.all_logits,
         )
-        plan = planner.found()
+        plan = planner.best()
         if self.memory_cap is not None:
             fitting(plan, self.memory_cap)
         return replace(self, plan=plan, settings=settings, contexts=[])
@@ -265,11 +265,11 @@ class LlamaRuntime(ArrayEngine):
 
 def generation_of(model: LlamaModel) -> Generation:
     """Return a file's settings of generation, with all tokens that end an answer."""
-    found = Generation.of(model.sampling)
-    if found.temperature is not None:
-        found.do_sample = found.temperature > 0
-    found.eos_token_id = model.ends or None
-    ended: Generation = with_ends(model.tokenizer, found)
+    generation = Generation.of(model.sampling)
+    if generation.temperature is not None:
+        generation.do_sample = generation.temperature > 0
+    generation.eos_token_id = model.ends or None
+    ended: Generation = with_ends(model.tokenizer, generation)
     return ended
 
 

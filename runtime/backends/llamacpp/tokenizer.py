@@ -40,7 +40,7 @@ class AddedToken(NamedTuple):
 
 
 class AddedTokens(Mapping[int, AddedToken]):
-    """A view of a vocabulary's added tokens by their numbers, each asked of the library alone.
+    """A view of a vocabulary's added tokens by their numbers, which looks up one at a time.
 
     Only who lists them all asks for every token there is.
     """
@@ -91,7 +91,7 @@ class Vocabulary:
     def _filled(
         self, call: Any, given: tuple[Any, ...], kind: Any, room: int, *switches: int
     ) -> Any:
-        """Return what a call of the library writes, which is asked again if the room is too small.
+        """Call a function of the library that fills a buffer; return what it wrote.
 
         Args:
             call: takes what is given, an array, its room and switches; returns how many elements
@@ -151,10 +151,10 @@ class Vocabulary:
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes that a token stands for; of a special one its name."""
-        found: bytes = self._filled(
+        data: bytes = self._filled(
             self._calls.llama_token_to_piece, (token,), c_char, 256, False, True
         )
-        return found
+        return data
 
     def indexed_by(self, kind: Any, ends: list[int]) -> Any:
         """Return llguidance's index of the vocabulary.
@@ -178,8 +178,8 @@ class Vocabulary:
     @cached_property
     def _bytes(self) -> dict[str, int]:
         """Return the tokens that stand for a byte each, by their names such as '<0x41>'."""
-        found = () if self._byte_level else self.having(BYTE)
-        return {self.id_to_token(token) or "": token for token in found}
+        tokens = () if self._byte_level else self.having(BYTE)
+        return {self.id_to_token(token) or "": token for token in tokens}
 
 
 class LlamaTokenizer:
@@ -220,14 +220,14 @@ class LlamaTokenizer:
         usual: bytes | None = calls.llama_model_chat_template(model, None)
         texts = {"default": usual}
         texts |= {name: calls.llama_model_chat_template(model, name.encode()) for name in TEMPLATES}
-        found = {
+        templates = {
             name: text.decode("utf-8", "replace")
             for name, text in texts.items()
             if text is not None and (name == "default" or text != usual)
         }
-        if found.keys() == {"default"}:
-            return found["default"]
-        return found or None
+        if templates.keys() == {"default"}:
+            return templates["default"]
+        return templates or None
 
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
         """Return the token ids of `text`, as `input_ids`."""

@@ -71,7 +71,7 @@ def buffers_of(manifest: Manifest, block: int) -> list[DecoderBuffer]:
     Raises:
         ManifestError: the manifest does not describe them, or contradicts itself.
     """
-    facts, found, missing = manifest.facts, list[DecoderBuffer](), set[tuple[str, int]]()
+    facts, buffers, missing = manifest.facts, list[DecoderBuffer](), set[tuple[str, int]]()
     for layer, window in enumerate(windows_in(manifest.facts)):
         names = ("keys", "values", *(["positions"] if window is None else []))
         missing |= {(name, layer) for name in names}
@@ -85,10 +85,10 @@ def buffers_of(manifest: Manifest, block: int) -> list[DecoderBuffer]:
                 raise _no_state(manifest, f"{name} of layer {layer} with {shape[2]} slots")
             shape[2] = slots + block
         missing.discard((name, layer))
-        found.append(DecoderBuffer(name, layer, tuple(shape), np.dtype(entry["dtype"])))
-    if missing or len({(spec.name, spec.layer) for spec in found}) < len(found):
-        raise _no_state(manifest, f"{len(found)} buffers, and lacks {sorted(missing)[:1]}")
-    return found
+        buffers.append(DecoderBuffer(name, layer, tuple(shape), np.dtype(entry["dtype"])))
+    if missing or len({(spec.name, spec.layer) for spec in buffers}) < len(buffers):
+        raise _no_state(manifest, f"{len(buffers)} buffers, and lacks {sorted(missing)[:1]}")
+    return buffers
 
 
 def _no_state(manifest: Manifest, what: str) -> ManifestError:
@@ -114,11 +114,11 @@ def evictors_of(manifest: Manifest, threads: int | None) -> list[Graph]:
     Raises:
         GraphBroken: one cannot be loaded.
     """
-    found: dict[int, Graph] = {}
+    by_layer: dict[int, Graph] = {}
     for entry in manifest.facts["evictors"]:
         graph = Graph(manifest.file(entry["file"]), threads)
-        found |= dict.fromkeys(entry["layers"], graph)
-    return [found[layer] for layer in sorted(found)]
+        by_layer |= dict.fromkeys(entry["layers"], graph)
+    return [by_layer[layer] for layer in sorted(by_layer)]
 
 
 def scales_of(manifest: Manifest) -> Array | None:
@@ -132,14 +132,14 @@ def scales_of(manifest: Manifest) -> Array | None:
     model = manifest.model
     wanted = (len(manifest.facts["budgets"]), 2, model["kv_heads"], model["head_dim"])
     try:
-        found = np.load(manifest.file(name), allow_pickle=False)
+        scales = np.load(manifest.file(name), allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise ManifestError(f"{name!r} cannot be read ({error}); export it again") from error
-    if not isinstance(found, np.ndarray) or (found.shape, found.dtype) != (wanted, np.float32):
+    if not isinstance(scales, np.ndarray) or (scales.shape, scales.dtype) != (wanted, np.float32):
         raise ManifestError(f"{name!r} does not hold scales {list(wanted)}; export it again")
-    if not (np.isfinite(found).all() and (found > 0).all()):
+    if not (np.isfinite(scales).all() and (scales > 0).all()):
         raise ManifestError(f"{name!r} holds scales that are none; export it again")
-    return np.ascontiguousarray(found[:, :, :, None])
+    return np.ascontiguousarray(scales[:, :, :, None])
 
 
 class BoundRun(NamedTuple):
@@ -192,10 +192,10 @@ class ExportedDecoder:
         each = [None] * len(buffers) if scales is None else list(scales)
         windows = windows_in(facts)
         self.layers = [
-            LayerSlots(found, budget, self.turns if rotates else None, scale)
+            LayerSlots(tensors, budget, self.turns if rotates else None, scale)
             if window is None
-            else WindowSlots(found, budget, scale)
-            for found, budget, rotates, scale, window in zip(
+            else WindowSlots(tensors, budget, scale)
+            for tensors, budget, rotates, scale, window in zip(
                 buffers, self.budgets, facts["rotates"], each, windows, strict=True
             )
         ]
@@ -292,8 +292,8 @@ class ExportedDecoder:
             outputs[name] = made[int(layer)][kind.partition("_")[2]] = array
         if len(self._runs) == RUNS:
             del self._runs[next(iter(self._runs))]
-        self._runs[length] = found = BoundRun(self.graph.bind(inputs, outputs), ids, made)
-        return found
+        self._runs[length] = run = BoundRun(self.graph.bind(inputs, outputs), ids, made)
+        return run
 
     def _evict(self, seen: int, run: BoundRun, spans: Sequence[Span]) -> None:
         """Bring the policy's state up to date and, where it is time, evict down to the budget."""
@@ -407,9 +407,9 @@ class ExportedDecoder:
         Raises:
             ValueError: there are not so many slots.
         """
-        found: dict[str, Array] = {}
+        views: dict[str, Array] = {}
         for i, (layer, count) in enumerate(zip(self.layers, held, strict=True)):
             if not min(layer.budget, seen) <= count <= min(seen, layer.capacity - 1):
                 raise ValueError(f"{count} slots of layer {i} cannot be held after {seen} tokens")
-            found |= {f"{name}.{i}": x for name, x in layer.views(count, seen).items()}
-        return found
+            views |= {f"{name}.{i}": x for name, x in layer.views(count, seen).items()}
+        return views

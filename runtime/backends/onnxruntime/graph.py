@@ -92,12 +92,12 @@ class Graph:
             MemoryCapExceeded: the system refused memory.
             ShapeError: sizes that the graph does not take.
         """
-        places = tuple((x.ctypes.data, x.shape) for x in (*inputs.values(), *outputs.values()))
-        if places not in self._bindings:
+        key = tuple((x.ctypes.data, x.shape) for x in (*inputs.values(), *outputs.values()))
+        if key not in self._bindings:
             if len(self._bindings) == BINDINGS:
                 del self._bindings[next(iter(self._bindings))]
-            self._bindings[places] = self.bind(inputs, outputs)
-        self.run_bound(self._bindings[places])
+            self._bindings[key] = self.bind(inputs, outputs)
+        self.run_bound(self._bindings[key])
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Binding:
         """Return a binding by which `run_bound` reads and writes these arrays, which stay put."""

@@ -91,11 +91,11 @@ class OrtCache(ArrayCache):
     @property
     def pins(self) -> list[Span]:
         """Return the pinned spans, and the regions that leave last, if a head holds these too."""
-        late = self.regions.late
-        if late:
+        protected = self.regions.protected
+        if protected:
             with suppress(PinsTooLarge):
-                self.check_pins([*self.pinned_spans, *late])
-                return [*self.pinned_spans, *late]
+                self.check_pins([*self.pinned_spans, *protected])
+                return [*self.pinned_spans, *protected]
         return self.pinned_spans
 
     def check_pins(self, spans: Sequence[Span]) -> None:
@@ -175,11 +175,11 @@ class OrtLoop(ArrayLoop):
         """
         decoder, seen = self.cache.decoder, file.facts["seen"]
         held = _held(file.facts, decoder.budgets, seen)
-        found = {
+        arrays = {
             name: file.taken(f"state.{name}", array.shape, array.dtype)
             for name, array in (decoder.state(seen, held) if seen else {}).items()
         }
-        for name, array in found.items():
+        for name, array in arrays.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise ValueError(f"{name} holds numbers that are none")
             span = 0 if decoder.turns is None else len(decoder.turns.table)
@@ -190,7 +190,7 @@ class OrtLoop(ArrayLoop):
                 inside = (rows >= 0).all() and (rows < seen).all()
                 if not inside or not (np.diff(np.sort(rows, axis=1), axis=1) > 0).all():
                     raise ValueError(f"{name} are none that slots can have")
-        return CacheCopy({"seen": seen, "held": held}, found)
+        return CacheCopy({"seen": seen, "held": held}, arrays)
 
     @property
     def room(self) -> Room:

@@ -55,8 +55,8 @@ class Manifest:
     @property
     def model(self) -> Mapping[str, Any]:
         """Return the model's name, family and sizes."""
-        found: Mapping[str, Any] = self.facts["model"]
-        return found
+        model: Mapping[str, Any] = self.facts["model"]
+        return model
 
     @property
     def kind(self) -> ModelKind:
@@ -112,12 +112,12 @@ def read(folder: Path) -> Manifest:
     except (OSError, ValueError) as error:
         raise ManifestError(f"{str(path)!r} cannot be read: {error}; export it again") from error
     check(facts, repr(str(path)))
-    found = Manifest(folder, facts)
+    manifest = Manifest(folder, facts)
     for entry in facts["files"]:
-        _unchanged(found, entry)
+        _unchanged(manifest, entry)
     for graph in _graphs(facts):
-        _complete(found, graph)
-    return found
+        _complete(manifest, graph)
+    return manifest
 
 
 def _unprepared(folder: Path) -> NotExportable:
@@ -270,9 +270,9 @@ def _named(data: memoryview, kind: str, depth: int) -> Iterator[str]:
     if depth > DEEPEST:
         raise ValueError("it is nested too deeply")
     if kind == "entry":
-        found = {number: bytes(part) for number, part in _fields(data)}
-        if found.get(KEY) == b"location":
-            yield found.get(VALUE, b"").decode()
+        entry = {number: bytes(part) for number, part in _fields(data)}
+        if entry.get(KEY) == b"location":
+            yield entry.get(VALUE, b"").decode()
         return
     leads = LEADS[kind]
     for number, part in _fields(data):

@@ -38,7 +38,7 @@ def plan_of(
 
     Args:
         manifest: of the export.
-        sizes: what was asked for; the export says what was not.
+        sizes: as requested; the export has the others.
         loaded: the weights are in this process already.
         recall_store: bytes of the index by which a conversation finds its evicted text.
 
@@ -63,49 +63,49 @@ class Beside(NamedTuple):
 
 
 def _planned(manifest: Manifest, sizes: Sizes, beside: Beside) -> MemoryPlan:
-    """Return the plan of the sizes asked for; the graph fixes the budget."""
-    facts, asked = manifest.facts, sizes.cache
+    """Return the plan of the requested sizes; the graph fixes the budget."""
+    facts, requested = manifest.facts, sizes.cache
     cap = None if sizes.memory_cap is None else parse_cap(sizes.memory_cap)
-    tokens, block = facts["budget_tokens"], asked.block_size or facts["block_size"]
+    tokens, block = facts["budget_tokens"], requested.block_size or facts["block_size"]
     again = "export it again with another --budget-tokens"
-    if asked.budget_tokens not in (None, tokens):
+    if requested.budget_tokens not in (None, tokens):
         raise NotExportable(
             f"this decoder was exported with --budget-tokens {tokens:,}, which is in its graph; "
-            f"leave {asked.budget_tokens:,} out, or {again}"
+            f"leave {requested.budget_tokens:,} out, or {again}"
         )
     if block > facts["block_size"]:
         raise NotExportable(
             f"this decoder was exported for blocks of up to {facts['block_size']:,} tokens; use "
             f"--block-size {facts['block_size']} or less"
         )
-    found = _of_block(manifest, beside, block)
-    if asked.kv_budget is not None and found.cache_bytes > parse_bytes(asked.kv_budget):
+    plan = _of_block(manifest, beside, block)
+    if requested.kv_budget is not None and plan.cache_bytes > parse_bytes(requested.kv_budget):
         raise PlanInfeasible(
-            f"the cache takes {found.cache_bytes:,} bytes for its {tokens:,} slots, more than "
-            f"{parse_bytes(asked.kv_budget):,}; raise the budget to that, or {again}",
-            least_kv_budget=found.cache_bytes,
+            f"the cache takes {plan.cache_bytes:,} bytes for its {tokens:,} slots, more than "
+            f"{parse_bytes(requested.kv_budget):,}; raise the budget to that, or {again}",
+            least_kv_budget=plan.cache_bytes,
         )
-    while cap is not None and asked.block_size is None and found.total_bytes > cap and block > 1:
+    while cap is not None and requested.block_size is None and plan.total_bytes > cap and block > 1:
         block = -(-block // 2)  # a smaller block takes a smaller workspace
-        found = _of_block(manifest, beside, block)
-    if cap is not None and found.total_bytes > cap:
+        plan = _of_block(manifest, beside, block)
+    if cap is not None and plan.total_bytes > cap:
         raise PlanInfeasible(
-            f"the process takes {found.total_bytes:,} bytes with blocks of {block:,} tokens, more "
-            f"than the cap of {cap:,}: {beside.baseline:,} of its own, {found.weights:,} of "
-            f"weights, {found.recall_store:,} of the index of recall, {found.cache_bytes:,} for "
+            f"the process takes {plan.total_bytes:,} bytes with blocks of {block:,} tokens, more "
+            f"than the cap of {cap:,}: {beside.baseline:,} of its own, {plan.weights:,} of "
+            f"weights, {plan.recall_store:,} of the index of recall, {plan.cache_bytes:,} for "
             f"{tokens:,} slots; raise it to "
-            f"{with_margin(found.total_bytes) >> 20}MiB, or {again}",
-            least_memory_cap=with_margin(found.total_bytes),
+            f"{with_margin(plan.total_bytes) >> 20}MiB, or {again}",
+            least_memory_cap=with_margin(plan.total_bytes),
         )
-    least = found if asked.block_size else _of_block(manifest, beside, 1)
-    return _with_least(found, least, sizes)
+    least = plan if requested.block_size else _of_block(manifest, beside, 1)
+    return _with_least(plan, least, sizes)
 
 
-def _with_least(found: MemoryPlan, least: MemoryPlan, sizes: Sizes) -> MemoryPlan:
+def _with_least(plan: MemoryPlan, least: MemoryPlan, sizes: Sizes) -> MemoryPlan:
     """Return the plan with the least budget and cap that would work."""
     own = least.baseline if sizes.memory_cap is not None else process_bytes() + LOADING
     return replace(
-        found,
+        plan,
         least_kv_budget=least.cache_bytes,
         least_memory_cap=with_margin(own + least.run_bytes),
     )
@@ -187,5 +187,5 @@ def _workspace(manifest: Manifest, slots: int, block: int) -> int:
     eviction = 3 * numbers
     # Slots in int8 as floats: scored ones; attended ones, without the block and with it.
     floats = 6 * numbers if manifest.facts.get("kv_dtype") else 0
-    found: int = 4 * (hidden + attention + spread + eviction + floats)
-    return found
+    nbytes: int = 4 * (hidden + attention + spread + eviction + floats)
+    return nbytes

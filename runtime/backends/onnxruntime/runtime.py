@@ -42,7 +42,7 @@ AUTO = (
 
 
 class PolicyRequest(NamedTuple):
-    """A policy that a user asked for; without a name, the export's own."""
+    """A policy that a user requested; without a name, the export's own."""
 
     name: str | None = None
     options: Mapping[str, Any] = {}
@@ -67,15 +67,15 @@ class OrtRuntime(ArrayEngine):
     policy: PolicyRequest
     graph: Graph  # the decoder's, with the weights
     name: str
-    settings: CacheSettings  # as asked for
+    settings: CacheSettings  # as requested
     memory_cap: int | None = None
     meaning = None  # an export's embedding table is in its graph, which does not give it
 
     @cached_property
     def generation(self) -> Generation:
         """Return the model's own settings of generation, with all tokens that end an answer."""
-        found: Generation = with_ends(self.tokenizer, generation_of(self.manifest))
-        return found
+        generation: Generation = with_ends(self.tokenizer, generation_of(self.manifest))
+        return generation
 
     def __repr__(self) -> str:
         return f"<OrtRuntime of {self.name} on {self.device_label}: {self.plan.summary}>"
@@ -116,15 +116,15 @@ class OrtRuntime(ArrayEngine):
             ValueError: a cap that is not given is to be enforced.
         """
         check_enforce(enforce, memory_cap)
-        found = manifests.read(Path(folder))
+        manifest = manifests.read(Path(folder))
         cap = None if memory_cap is None else parse_cap(memory_cap)
         settings = CacheSettings.of((settings,), named)
-        check_policy(found, policy, settings.positions)
-        check_dtype(found, dtype)
-        check_slots(found, settings.kv_dtype)
+        check_policy(manifest, policy, settings.positions)
+        check_dtype(manifest, dtype)
+        check_slots(manifest, settings.kv_dtype)
         plan_for = partial(
             plan_of,
-            found,
+            manifest,
             Sizes(settings, cap),
             recall_store=index_bytes(recall_store, cap),
         )
@@ -132,14 +132,14 @@ class OrtRuntime(ArrayEngine):
         plan.sized(settings)  # refuses evictions further apart than blocks
         warn_if_short(plan, free_memory(), memory_cap)
         chat_template.start_renderer()
-        tokenizer = Tokenizer(found.folder, found.listed)
-        graph = Graph(found.decoder, threads)
+        tokenizer = Tokenizer(manifest.folder, manifest.listed)
+        graph = Graph(manifest.decoder, threads)
         if cap is not None:
             # After loading, the plan uses what loading really took.
             plan = plan_for(loaded=True)
             if enforce == "rlimit":
                 limit_data(cap)
-        return cls(found, tokenizer, plan, policy, graph, str(folder), settings, cap)
+        return cls(manifest, tokenizer, plan, policy, graph, str(folder), settings, cap)
 
     @property
     def device_label(self) -> str:
@@ -199,10 +199,10 @@ class OrtRuntime(ArrayEngine):
 
     def _replanned(self, settings: CacheSettings) -> OrtRuntime:
         """Return a runtime of this decoder and policy under another plan."""
-        asked = replace(settings, block_size=self.plan.block_size)
+        requested = replace(settings, block_size=self.plan.block_size)
         plan = plan_of(
             self.manifest,
-            Sizes(asked),
+            Sizes(requested),
             recall_store=self.plan.recall_store,
         )
         # The first plan has already measured what the process takes without a cache.
@@ -291,8 +291,8 @@ def check_policy(manifest: Manifest, request: PolicyRequest, positions: str | No
             "and positions that you want"
         )
     pins = {name: getattr(request, name) for name in PINS}  # these are in the graph too
-    asked = {name: n for name, n in pins.items() if n or (name == SINKS and n == 0)}
-    for name, value in {**request.options, **asked}.items():
+    requested = {name: n for name, n in pins.items() if n or (name == SINKS and n == 0)}
+    for name, value in {**request.options, **requested}.items():
         if policy["parameters"].get(name) != value:
             has = ", ".join(f"{k}={v}" for k, v in policy["parameters"].items()) or "no options"
             raise NotExportable(
@@ -313,9 +313,9 @@ def check_dtype(manifest: Manifest, dtype: str | None) -> None:
 
 def generation_of(manifest: Manifest) -> Generation:
     """Return a manifest's settings of generation; an empty list of ends counts as unknown."""
-    found = Generation.of(manifest.facts["generation"])
-    found.eos_token_id = found.eos_token_id or None
-    return found
+    generation = Generation.of(manifest.facts["generation"])
+    generation.eos_token_id = generation.eos_token_id or None
+    return generation
 
 
 def check_slots(manifest: Manifest, kv_dtype: str | None) -> None:

@@ -68,10 +68,10 @@ def rotations(inv_freq: Sequence[float], span: int) -> NDArray[np.float32]:
 
 def _within(positions: Array, spans: Sequence[Span]) -> Array:
     """Return which positions lie in one of the spans. Bool of their shape."""
-    found = np.zeros(positions.shape, np.bool_)
+    mask = np.zeros(positions.shape, np.bool_)
     for start, stop in spans:
-        found |= (positions >= start) & (positions < stop)
-    return found
+        mask |= (positions >= start) & (positions < stop)
+    return mask
 
 
 class LayerSlots:
@@ -108,10 +108,10 @@ class LayerSlots:
 
     def views(self, held: int, seen: int) -> dict[str, Array]:
         """Return views of all buffers by name, with `held` slots in use after `seen` tokens."""
-        found = {name: x[:, :, :held] for name, x in self.buffers.items()}
+        by_name = {name: x[:, :, :held] for name, x in self.buffers.items()}
         if (window := self.buffers.get("queries")) is not None:
-            found["queries"] = last_in(window, min(seen, window.shape[2]))
-        return found
+            by_name["queries"] = last_in(window, min(seen, window.shape[2]))
+        return by_name
 
     def positions(self, seen: int) -> Int32:
         """Return the positions of the kept tokens, [K, held], ascending."""
@@ -208,8 +208,8 @@ class LayerSlots:
         positions = self.buffers["positions"][0, :, : self.held].astype(np.int64)
         positions += np.arange(len(gone))[:, None] * FAR  # one list, head by head
         left = np.sort(np.take_along_axis(positions, gone, axis=1), axis=1)
-        found = np.searchsorted(left.ravel(), positions.ravel()).reshape(positions.shape)
-        older: Array = found - np.arange(len(gone))[:, None] * gone.shape[1]
+        counts = np.searchsorted(left.ravel(), positions.ravel()).reshape(positions.shape)
+        older: Array = counts - np.arange(len(gone))[:, None] * gone.shape[1]
         return older
 
 

@@ -32,22 +32,22 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path, names: Collection[str] | None = None) -> None:
-        def found(name: str) -> Path | None:
+        def listed_file(name: str) -> Path | None:
             listed = (folder / name).exists() if names is None else name in names
             return folder / name if listed else None
 
         try:
-            if (vocabulary := found(TOKENIZER)) is None:
+            if (vocabulary := listed_file(TOKENIZER)) is None:
                 raise ValueError(f"there is no {TOKENIZER}")
             check_plain(vocabulary, VOCABULARY)
             self.backend_tokenizer = tokenizers.Tokenizer.from_file(str(vocabulary))
             self.backend_tokenizer.no_truncation()
             self.backend_tokenizer.no_padding()
-            config, older = _json(found(CONFIG)), _json(found(OLD_CONFIG))
+            config, older = _json(listed_file(CONFIG)), _json(listed_file(OLD_CONFIG))
             self.special_tokens_map = _special({**older, **config})
-            files = {"default": found(CHAT_TEMPLATE)}
+            files = {"default": listed_file(CHAT_TEMPLATE)}
             for path in sorted(folder.glob(f"{NAMED_TEMPLATES}/*.jinja")):
-                files[path.stem] = found(f"{NAMED_TEMPLATES}/{path.name}")
+                files[path.stem] = listed_file(f"{NAMED_TEMPLATES}/{path.name}")
             self.chat_template = _templates(files, config)
             if not self("Hello", add_special_tokens=False)["input_ids"]:
                 raise ValueError("its vocabulary has no letters")
@@ -67,10 +67,10 @@ def _json(path: Path | None) -> dict[str, Any]:
     """Return the settings in a JSON file; an empty dictionary where there is no file."""
     if path is None:
         return {}
-    found = read_json(path)
-    if not isinstance(found, dict):
+    settings = read_json(path)
+    if not isinstance(settings, dict):
         raise ValueError(f"{path.name} holds no settings")
-    return found
+    return settings
 
 
 def _special(config: dict[str, Any]) -> dict[str, str]:
@@ -89,9 +89,9 @@ def _templates(
         for name, path in files.items()
         if path is not None
     }
-    found = texts or config.get("chat_template")
-    if isinstance(found, list):
-        found = {one["name"]: one["template"] for one in found}
-    if isinstance(found, dict):
-        return found["default"] if found.keys() == {"default"} else found
-    return found if isinstance(found, str) else None
+    template = texts or config.get("chat_template")
+    if isinstance(template, list):
+        template = {one["name"]: one["template"] for one in template}
+    if isinstance(template, dict):
+        return template["default"] if template.keys() == {"default"} else template
+    return template if isinstance(template, str) else None

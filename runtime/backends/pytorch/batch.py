@@ -75,7 +75,7 @@ class SessionRows:
         self._first: dict[int, int] = {}  # by row: how many first tokens are never evicted
         self._begun: Begun | None = None
         self.asynchronous = model.device.type == "cuda"
-        """Says whether `begin` returns before a pass is computed; see `SharedRows.asynchronous`."""
+        """Says whether `begin` returns before a pass is computed; see `TokenReader`."""
         self._ids = torch.zeros(size, 1, dtype=torch.long, device=model.device)
         self._drawn = torch.zeros(size, dtype=torch.long, pin_memory=self.asynchronous)
         self._empty()
@@ -118,7 +118,7 @@ class SessionRows:
             session.cache_away = partial(self._give_back, row, own)
 
     def begin(self, answers: list[Answer], tokens: list[int]) -> Callable[[], list[Any]]:
-        """Begin to read the token of each of these, which have rows; see `SharedRows.begin`.
+        """Begin to read the token of each of these, which have rows; see `TokenReader.begin`.
 
         A pass changes all rows, so that sessions that are not among these give their rows back.
         """

@@ -39,7 +39,7 @@ from kvcap.runtime.session.batch import Answer
 
 
 class SharedPass:
-    """Reads a token of each of several sessions in one pass: the `SharedRows` of a CPU.
+    """Reads a token of each of several sessions in one pass: the `TokenReader` of a CPU.
 
     A session's tokens stay in its own cache. While it answers, it uses memory of this object for a
     copy of its keys that is rotated to their present positions, where its slots have no such keys.
@@ -93,7 +93,7 @@ class SharedPass:
 
     @torch.inference_mode()
     def begin(self, answers: list[Answer], tokens: list[int]) -> Callable[[], list[Any]]:
-        """Read the token of each of these, which have joined; see `SharedRows.begin`.
+        """Read the token of each of these, which have joined; see `TokenReader.begin`.
 
         Raises:
             MemoryCapExceeded: nothing was read; or the system refused memory half-way.

@@ -86,7 +86,7 @@ def test_a_shift_drops_half_of_what_follows_the_first_tokens(file: Path) -> None
         assert loop.cache.held == token
         loop.read(np.array([[3 + token]]))
     assert loop.cache.tokens.tolist() == [0, 1, 2, 3, *range(4 + 126, 257)]
-    assert loop.cache.places.tolist() == [*range(131)]
+    assert loop.cache.cell_positions.tolist() == [*range(131)]
 
 
 @pytest.mark.parametrize(

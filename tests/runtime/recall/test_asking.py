@@ -140,8 +140,8 @@ def recalled(tokenizer):
 
     def brought(message):
         tokens = encode(message)
-        place = recall.place(tokens, 0, len(tokens))
-        recall.read_again(tokens[place:], ids + tokens[:place], NOTHING, len(ids) + place)
+        start = recall.question_start(tokens, 0, len(tokens))
+        recall.read_again(tokens[start:], ids + tokens[:start], NOTHING, len(ids) + start)
         text = "\n".join(one.text for one in recall.passages)
         recall.clear()
         return text

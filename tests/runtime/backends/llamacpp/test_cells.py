@@ -89,7 +89,7 @@ def follow(loop: LlamaLoop, follower: Follower, ids: list[int], sizes: list[int]
         at += size
         agree(loop.read_every(np.array([block]))[0], follower.read(block))
         follower.keep(loop.cache.tokens.tolist())
-        assert [*zip(loop.cache.tokens, loop.cache.places, strict=True)] == follower.held
+        assert [*zip(loop.cache.tokens, loop.cache.cell_positions, strict=True)] == follower.held
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_without_a_library_it_is_said_how_to_get_one(
     with pytest.raises(LibraryUnusable, match=f"no libllama lies in .*{VARIABLE}"):
         find_library()
     monkeypatch.delenv(VARIABLE)
-    monkeypatch.setattr(libraries, "_places", lambda: iter((tmp_path,)))
+    monkeypatch.setattr(libraries, "_candidates", lambda: iter((tmp_path,)))
     with pytest.raises(ExtraMissing, match=r"llamacpp.*" + VARIABLE):
         load_library()
     code, _, err = kvcap("generate", str(gguf()), "Hello", "--backend", "llamacpp")

@@ -88,7 +88,7 @@ def test_a_plan_of_the_header_is_that_of_the_model(
         budget_tokens=300, block_size=64, kv_dtype=kv_dtype, positions=fixed if kv_dtype else None
     )
     models = loaded(file), LlamaModel(load_library(), file, planned=True)
-    plans = [LlamaPlanner(model, ranking_of("keydiff", {}), settings).found() for model in models]
+    plans = [LlamaPlanner(model, ranking_of("keydiff", {}), settings).best() for model in models]
     assert plans[0] == plans[1]
     context = Context(loaded(file), 364, 64, kv_dtype=kv_dtype)
     planner = LlamaPlanner(loaded(file), ranking_of("keydiff", {}), settings)

@@ -106,7 +106,7 @@ class Watched:
             session.restore(file)
             follower.replay(self.saved[file])
             follower.keep(session.cache.tokens.tolist())
-            assert [p for _, p in follower.held] == session.cache.places.tolist()
+            assert [p for _, p in follower.held] == session.cache.cell_positions.tolist()
         elif doing == "both":
             batch = self.runtime.batch(2)
             for one in self.sessions:

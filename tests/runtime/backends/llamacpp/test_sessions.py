@@ -190,7 +190,7 @@ def test_a_saved_conversation_goes_on_with_the_same_logits(
     loaded = Session.load(runtime, tmp_path / "s")
     assert loaded.messages == session.messages
     assert loaded.cache.tokens.tolist() == session.cache.tokens.tolist()
-    assert loaded.cache.places.tolist() == session.cache.places.tolist()
+    assert loaded.cache.cell_positions.tolist() == session.cache.cell_positions.tolist()
     for found, expected in zip(next_logits(loaded), next_logits(session), strict=True):
         agree(found, expected)
 
@@ -205,7 +205,7 @@ def test_a_saved_conversation_goes_on_in_another_budget(gguf: Files, tmp_path: P
     agree(next_logits(larger, 1)[0], next_logits(session, 1)[0])
     smaller = Session.load(runtime_of(file, positions="compact"), tmp_path / "s")
     assert smaller.cache.held == 48
-    assert smaller.cache.places.tolist() == [*range(48)]
+    assert smaller.cache.cell_positions.tolist() == [*range(48)]
     assert smaller.cache.tokens[:4].tolist() == [0, 1, 2, 3]
 
 
