@@ -256,7 +256,7 @@ EVICTIONS = sorted(  # a corrector is refused
 @pytest.mark.parametrize("seed", range(100))
 def test_random_combinations(seed, monkeypatch):
     """After many evictions, in every kind of layer, under every policy."""
-    draw, kind = Random(seed), KINDS[seed % 3]
+    draw, kind = Random(seed), KINDS[seed % len(KINDS)]
     family, batch = draw.choice(FAMILIES) if seed % 2 else "llama", draw.choice([1, 2])
     model, truth = model_of(family), Truth(monkeypatch)
     policy = EVICTIONS[seed // 2 % len(EVICTIONS)] if family == "llama" else "keydiff"
@@ -341,8 +341,11 @@ def test_the_same_bytes_hold_more_slots():
     config = tiny_config("llama", head_dim=128, num_hidden_layers=24)
     given: dict[str, Any] = {"dtype": torch.bfloat16, "block_size": 16}
     cap = kvcap.MemoryPlan.of(config, budget_tokens=1000, **given).cache_bytes
-    plans = [kvcap.MemoryPlan.of(config, kv_budget=cap, kv_dtype=k, **given) for k in KINDS]
-    for plan, more in zip(plans, (520 / 268, 520 / 218, 520 / 168), strict=True):
+    for kind, nbytes in {"int8": 268, "int8-int4": 218, "int4": 168}.items():
+        plan, more = (
+            kvcap.MemoryPlan.of(config, kv_budget=cap, kv_dtype=kind, **given),
+            520 / nbytes,
+        )
         assert plan.budget_tokens / 1000 == pytest.approx(more, rel=0.05)
         assert plan.cache_bytes <= cap < plan.cache_bytes * 1.01
 
@@ -418,8 +421,8 @@ def test_what_cannot_be_is_refused_by_name():
     config = tiny_config("llama")
     with pytest.raises(PlanInfeasible, match=r"kv_dtype='int5'.*int8, int8-int4, int4"):
         kvcap.BudgetCache(config, kv_dtype="int5")
-    with pytest.raises(PlanInfeasible, match="kv_dtype='fp8'"):
-        kvcap.MemoryPlan.of(config, kv_dtype="fp8")
+    with pytest.raises(PlanInfeasible, match="kv_dtype='fp3'"):
+        kvcap.MemoryPlan.of(config, kv_dtype="fp3")
     with pytest.raises(UnsupportedModel, match="int8-int4"):
         kvcap.BudgetCache(config, positions="true", kv_dtype="int4")
     with pytest.raises(UnsupportedModel, match=r"calidrop.*without the corrector"):
