@@ -140,7 +140,8 @@ def check_dtype(dtype: str) -> str:
     if known_name == "gguf":
         raise NotExportable(f"no dtype 'gguf': {AS_THEY_ARE}; an export has {', '.join(CACHE)}")
     if known_name not in CACHE:
-        raise NotExportable(f"no dtype {dtype!r} of a decoder; there are {', '.join(CACHE)}")
+        how = "; PyTorch alone runs it: --backend torch" if dtype in formats.NAMES else ""
+        raise NotExportable(f"no dtype {dtype!r} of a decoder; there are {', '.join(CACHE)}{how}")
     return known_name
 
 
