@@ -229,6 +229,8 @@ def _covers(policy: Policy, obs: Observation) -> bool:
     keys, queries = obs.keys, obs.queries
     if keys.dtype not in DTYPES or keys.shape[-1] > MOST_HEAD_SIZE or keys.stride(-1) != 1:
         return False
+    if obs.rule.further:
+        return False
     if isinstance(policy, KeyDiff):
         expands = policy.expand and obs.expansion is not None
         return _covers_options(policy) and not expands

@@ -167,7 +167,7 @@ def scores(
     assert q is not None
     (B, K, n, D), w, device = (*positions.shape, k.shape[3]), q.shape[2], k.device
     starts, lengths = (None, None) if obs.rows is None else obs.rows[:2]
-    G, capped = q.shape[1] // K, obs.softcap is not None
+    G, capped = q.shape[1] // K, obs.rule.softcap is not None
     attended = (
         obs.attended.to(k.dtype) if kind in NEEDS_OUTPUT and obs.attended is not None else None
     )
@@ -184,7 +184,7 @@ def scores(
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *positions.stride()[:2])
     shape, scale = (
         (K, G, w, n, *seen_and_clock(obs.num_tokens, device)),
-        (float(obs.scaling), float(obs.softcap or 0)),
+        (float(obs.rule.scale), float(obs.rule.softcap or 0)),
     )
     sizes, options = (D, t.DP, t.heads, t.GP), {"num_warps": t.warps, "num_stages": t.stages}
     begins = tuple(x.data_ptr() % 16 for x in (q, k, v, positions))
@@ -218,7 +218,7 @@ def scores(
         ),
         **options,
     )
-    sinks = None if obs.sinks is None else obs.sinks.float().contiguous()
+    sinks = None if obs.rule.sinks is None else obs.rule.sinks.float().contiguous()
     beside = None if sinks is None else sinks.data_ptr() % 16
     padded = power_of_two(first.parts)
     at_once = min(R, max(1, 2048 // (padded * (t.DP if output else 1))))

@@ -105,9 +105,11 @@ def until(
 
 def on_cpu(obs: Observation) -> Observation:
     """Copy an observation to the CPU, without the policy's state."""
-    names = ("keys", "values", "positions", "queries", "sinks", "output_projection")
+    names = ("keys", "values", "positions", "queries", "output_projection")
     moved = {name: x.cpu() for name in names if (x := getattr(obs, name)) is not None}
-    return replace(obs, **moved, state={})
+    sinks = obs.rule.sinks
+    rule = obs.rule if sinks is None else obs.rule._replace(sinks=sinks.cpu())
+    return replace(obs, **moved, rule=rule, state={})
 
 
 def windows(

@@ -32,9 +32,8 @@ def eviction_ms(
     spent: list[float] = []
     cache.allocate(1, model.dtype, model.device)
     for layer in cache.capped_layers:
-        assert layer.engine is not None
-        look = _timed(layer.engine.evict, spent, model.device)
-        layer.engine.evict = look  # type: ignore[method-assign]
+        engine: Any = layer.engine
+        engine.evict = _timed(engine.evict, spent, model.device)
     loop = BlockLoop(model, cache, graphs=False)  # in a graph, eviction could not be timed alone
     size, budget = cache.block_size, cache.layout.budget_tokens
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from kvcap.policies import Observation, policies
+from kvcap.policies.base import Logits
 
 PARTS = {cls for recipe in policies().values() for cls in recipe.parts.values()}
 STATE = {name: dtype for cls in PARTS for name, dtype in cls.state.items()}
@@ -47,7 +48,7 @@ def observe(
         num_tokens=2 * n + window if gaps else n,
         budget=budget,
         queries=torch.randn(batch, kv_heads * group, window, size, generator=g).to(dtype),
-        scaling=size**-0.5,
+        rule=Logits(size**-0.5),
         state={name: torch.zeros(batch, kv_heads, n, dtype=STATE[name]) for name in STATE},
     )
 
@@ -63,7 +64,8 @@ def attention_by_loops(obs: Observation) -> torch.Tensor:
                 now = obs.num_tokens - w + t
                 k = h // group
                 z = [
-                    float(obs.queries[b, h, t].double() @ obs.keys[b, k, j].double()) * obs.scaling
+                    float(obs.queries[b, h, t].double() @ obs.keys[b, k, j].double())
+                    * obs.rule.scale
                     if obs.positions[b, k, j] <= now
                     else -math.inf
                     for j in range(n)

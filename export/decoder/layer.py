@@ -17,9 +17,10 @@ from transformers.cache_utils import CacheLayerMixin
 from kvcap.export.decoder.attention import group_attention
 from kvcap.export.graphs.forms import form_of, graph_part
 from kvcap.export.graphs.shape import Shape
-from kvcap.runtime.attention.functions import Logits
+from kvcap.policies.base import Logits
 from kvcap.runtime.attention.masks import Slots
 from kvcap.runtime.cache.layout import CacheLayout
+from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.models.output_projection import output_projection
 from kvcap.runtime.models.rope import rotate, rotations
 
@@ -162,6 +163,8 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         position_ids: Tensor | None,
     ) -> Tensor:
         """Attend by the block to all slots and itself. [1, H, T, D] -> [1, H, T, D]."""
+        if logits.further:
+            raise NotExportable(f"no graph knows {' and '.join(logits.further)} of its attention")
         block, (keys, values), query = self.block, self.arrived, self._aligned(query)
         last, self.scales = block.last(self.budget), (logits.scale, logits.softcap)
         out, self.made["present_keys"], self.made["present_values"] = group_attention(

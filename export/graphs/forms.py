@@ -26,6 +26,7 @@ from kvcap.export.graphs.portable import unit
 from kvcap.export.graphs.ports import PORTS, Port, kept_port, new_port, next_port, ports_of
 from kvcap.export.graphs.shape import Shape
 from kvcap.policies import Eviction, Observation
+from kvcap.policies.base import Logits
 from kvcap.policies.keydiff import KeyDiff
 from kvcap.runtime.errors import NotExportable
 
@@ -80,8 +81,7 @@ class Traced:
             num_tokens=feeds.get("seen"),  # type: ignore[arg-type]
             budget=feeds.get("budget", shape.budget),  # type: ignore[arg-type]
             queries=feeds.get("queries"),
-            scaling=shape.scale,
-            softcap=shape.softcap,
+            rule=Logits(shape.scale, shape.softcap),
             state={name: feeds[name] for name in self.slot_state},
             saliency=self.eviction.saliency,
         )

@@ -84,9 +84,9 @@ def attention_to(after: Observation, kept: Tensor) -> Tensor:
     logits = after.logits[0, :, :, 0]
     gone = ~torch.cat((kept, own), -1)[:, None].to(logits.device)
     logits = logits.masked_fill(gone, -torch.inf)
-    if after.sinks is None:
+    if after.rule.sinks is None:
         return logits.softmax(-1)
-    sinks = after.sinks.float().view(*logits.shape[:2], 1)
+    sinks = after.rule.sinks.float().view(*logits.shape[:2], 1)
     return torch.cat((logits, sinks), -1).softmax(-1)[..., :-1]
 
 

@@ -115,8 +115,8 @@ def loss(whole: Observation, kept: Tensor, tokens: int, earlier: int) -> Tensor:
     missing, missing_lse = attend(old, ~held)
     share = torch.sigmoid(missing_lse - capped_lse)[..., None]
     calibrated = capped + share * (missing - capped)
-    if last.sinks is not None:  # sink logits count once for kept and evicted tokens together
-        sinks = last.sinks.float().view(total.shape)
+    if last.rule.sinks is not None:  # sink logits count once for kept and evicted tokens together
+        sinks = last.rule.sinks.float().view(total.shape)
         both = torch.logaddexp(capped_lse, missing_lse)
         parts = ((true, total), (capped, capped_lse), (calibrated, both))
         true, capped, calibrated = (x * torch.sigmoid(lse - sinks)[..., None] for x, lse in parts)

@@ -26,6 +26,7 @@ from kvcap.evals.measure import percentiles, quoted
 from kvcap.evals.reports import device_name, versions
 from kvcap.policies import Observation, Policy
 from kvcap.policies.andpro import AnDPro
+from kvcap.policies.base import Logits
 from kvcap.policies.dropkv import DropKV
 from kvcap.policies.h2o import H2O
 from kvcap.policies.keydiff import KeyDiff
@@ -173,7 +174,7 @@ def observe(n: int, work: Work) -> Observation:
         n + work.queries,
         n // 2,
         queries=queries,
-        scaling=SIZE**-0.5,
+        rule=Logits(SIZE**-0.5),
         saliency=work.saliency,
         state=state,
         key_sums=sums,
@@ -185,7 +186,7 @@ def naive(obs: Observation) -> Tensor:
     assert obs.queries is not None
     k = obs.keys.repeat_interleave(HEADS // KV_HEADS, 1)  # [B, H, n, D]
     v = obs.values.repeat_interleave(HEADS // KV_HEADS, 1)
-    p = (obs.queries @ k.mT * obs.scaling).float().softmax(-1)  # [B, H, w, n]
+    p = (obs.queries @ k.mT * obs.rule.scale).float().softmax(-1)  # [B, H, w, n]
     a = p.to(v.dtype) @ v  # [B, H, w, D]
     distance = (a[:, :, :, None] - v[:, :, None]).square().sum(-1)  # [B, H, w, n]
     cost = ((p / (1 - p + 1e-6)).square() * distance).sum(2)
@@ -198,7 +199,7 @@ def expanded(obs: Observation) -> Tensor:
     assert obs.queries is not None
     k, v = obs.keys, obs.values
     q = obs.queries.unflatten(1, (KV_HEADS, -1)).flatten(2, 3)  # [B, K, G·w, D]
-    p = (q @ k.mT * obs.scaling).float().softmax(-1)  # [B, K, G·w, n]
+    p = (q @ k.mT * obs.rule.scale).float().softmax(-1)  # [B, K, G·w, n]
     a = p.to(v.dtype) @ v  # [B, K, G·w, D]
     squares = a.float().square().sum(-1, keepdim=True) + v.float().square().sum(-1)[:, :, None]
     distance = squares - 2 * (a @ v.mT)
@@ -218,7 +219,7 @@ def compiled(score: Callable[[Observation], Tensor], like: Observation) -> Call:
                 like.num_tokens,
                 like.budget,
                 queries=queries,
-                scaling=like.scaling,
+                rule=like.rule,
             )
         )
 

@@ -33,9 +33,9 @@ from kvcap.kernels.arguments import Pins
 from kvcap.lab.bench.gpu import require_cuda
 from kvcap.lab.bench.kernels import read_bandwidth, timed
 from kvcap.policies import Eviction, Observation
-from kvcap.policies.base import Rows, pool_in_time
+from kvcap.policies.base import Logits, Rows, pool_in_time
 from kvcap.policies.keydiff import KeyDiff
-from kvcap.runtime.attention.functions import Logits, attend_rows
+from kvcap.runtime.attention.functions import attend_rows
 from kvcap.runtime.cache.pool import Segment, SlotPool
 from kvcap.runtime.cache.row_table import ALIGNED, STEP
 from kvcap.runtime.models.rope import Rotation, table_dtype

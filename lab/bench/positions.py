@@ -19,7 +19,8 @@ from torch import Tensor
 
 from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.measure import percentiles, seconds
-from kvcap.runtime.attention.functions import Logits, attend
+from kvcap.policies.base import Logits
+from kvcap.runtime.attention.functions import attend
 from kvcap.runtime.models.rope import Rotation, table_dtype
 
 HEADS, KV_HEADS, SIZE, THETA = 8, 2, 64, 10_000.0

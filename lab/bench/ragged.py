@@ -22,8 +22,8 @@ from kvcap.evals.measure import percentiles, seconds
 from kvcap.evals.reports import device_name
 from kvcap.kernels import decode
 from kvcap.kernels.choice import ready
-from kvcap.policies.base import Rows
-from kvcap.runtime.attention.functions import Logits, attend, attend_rows
+from kvcap.policies.base import Logits, Rows
+from kvcap.runtime.attention.functions import attend, attend_rows
 from kvcap.runtime.cache.pool import Segment, SlotPool
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128

@@ -14,6 +14,7 @@ from kvcap.policies.base.component import Component, PolicyError, Preset
 from kvcap.policies.base.eviction import Eviction
 from kvcap.policies.base.hashing import hashed, sign_sketch
 from kvcap.policies.base.leverage import leverage
+from kvcap.policies.base.logits import Logits
 from kvcap.policies.base.observation import Expansion, Observation, Rows
 from kvcap.policies.base.policy import Group, Policy, WindowPolicy, over_group, pool_in_time
 
@@ -25,6 +26,7 @@ __all__ = [
     "Group",
     "HeadBudget",
     "LayerBudget",
+    "Logits",
     "Observation",
     "Policy",
     "PolicyError",

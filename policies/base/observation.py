@@ -14,6 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kvcap.policies.base.logits import PRODUCTS, Logits
+
 
 class Weigher(Protocol):
     """A protocol of the part of a `Saliency` that an observation uses."""
@@ -75,10 +77,8 @@ class Observation:
     layer: int = 0  # index among the capped layers
     first_head: int = 0  # the KV head of row 0; heads of unequal lengths are observed one by one
     queries: Tensor | None = None  # [B, H, w, D], the last w queries, oldest first
-    scaling: float = 1.0  # of the logits, usually 1/sqrt(D)
+    rule: Logits = PRODUCTS  # of the model: how products become logits
     attended: Tensor | None = None  # [B, H, w, D], attention's output for them, if it is known
-    softcap: float | None = None  # Gemma 2: logits = softcap * tanh(logits / softcap)
-    sinks: Tensor | None = None  # [H], gpt-oss: a learned logit per query head, see `attention`
     state: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [B, K, n]
     output_projection: Tensor | None = None  # [K, G, D, hidden], W_O by query head
     saliency: Weigher | None = None  # replaces the attention weights, see `weight`
@@ -119,7 +119,7 @@ class Observation:
 
     @cached_property
     def logits(self) -> Tensor:
-        """Return `z = scaling · q·k`, 0 (not -inf) where masked, so that products stay finite.
+        """Return logits `z`, 0 (not -inf) where masked, so that products stay finite.
 
         Shape [B, K, G, w, n].
         """
@@ -131,10 +131,7 @@ class Observation:
 
         The queries then stand for later ones. Shape [B, K, G, w, n].
         """
-        return self._capped(self._products * self.scaling)
-
-    def _capped(self, z: Tensor) -> Tensor:
-        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+        return self.rule.of(self._products)
 
     @cached_property
     def attention(self) -> Tensor:
@@ -145,15 +142,12 @@ class Observation:
         """
         # On a CPU, adding a mask while scaling takes a fraction of the time of `masked_fill`.
         mask = torch.where(self.visible, 0.0, float("-inf"))  # [B, K, 1, w, n]
-        if self.softcap is None:
-            z = torch.add(mask, self._products, alpha=self.scaling)
+        if self.rule.linear:
+            z = torch.add(mask, self._products, alpha=self.rule.scale)
         else:
-            z = mask + self._capped(self._products * self.scaling)
+            z = mask + self.unmasked_logits
         del mask  # before the weights take their memory
-        if self.sinks is None:
-            return z.softmax(-1)
-        sinks = self.sinks.float().view(-1, self.groups, 1, 1)  # [K, G, 1, 1]
-        return (z - torch.logaddexp(z.logsumexp(-1, keepdim=True), sinks)).exp()
+        return self.rule.weights(z)
 
     @cached_property
     def variance(self) -> Tensor:

@@ -8,7 +8,7 @@ attention. Knows tensors only; the layer knows the policy.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,23 +16,13 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvcap.kernels import decode, token
 from kvcap.kernels.choice import ready
-from kvcap.policies.base import Rows
+from kvcap.policies.base import Logits, Rows
 from kvcap.runtime.attention.masks import attention_mask
 from kvcap.runtime.attention.uncompiled import uncompiled
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.types import ATTENTION
 
 MANY_SLOTS = 500_000  # of all sequences and KV heads: enough for a GPU to be busy with SDPA
-
-
-class Logits(NamedTuple):
-    """The rule by which products of queries and keys become the logits of a softmax."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-    """Bounds logits in Gemma 2: logits = softcap · tanh(logits / softcap)."""
-    sinks: Tensor | None = None
-    """Holds the sink logit of every query head [H] in gpt-oss; see `with_sinks`."""
 
 
 class CappedLayer(Protocol):
@@ -73,7 +63,7 @@ def attend_plainly(
             default it is made here.
     """
     length, slots = query.shape[2], keys.shape[2]
-    if logits.softcap is not None or logits.sinks is not None:
+    if not logits.linear or logits.sinks is not None:
         # `scaled_dot_product_attention` takes neither.
         out, lse = attend_with_lse(query, keys, values, logits, mask, own=True)
         return out if logits.sinks is None else with_sinks(out, lse, logits.sinks)
@@ -111,16 +101,16 @@ def attend(
     Returns:
         [B, H, T, D]
     """
-    if mask is None and takes_slots(query, keys, values, logits.sinks):
-        scale, softcap, sinks = logits
+    if mask is None and takes_slots(query, keys, values, logits):
+        scale, softcap, sinks = logits[:3]
         return decode.attend(query, keys, values, scale, softcap, sinks=sinks)
     return attend_plainly(query, keys, values, logits, mask, bias)
 
 
-def takes_slots(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None) -> bool:
+def takes_slots(query: Tensor, keys: Tensor, values: Tensor, logits: Logits) -> bool:
     """Return whether a kernel of kvcap's runs `attend` here; it can also return the log-sum-exp."""
-    few = keys.shape[0] * keys.shape[1] * keys.shape[2] < MANY_SLOTS or sinks is not None
-    return few and ready(query) and decode.covers(query, keys, values)
+    few = keys.shape[0] * keys.shape[1] * keys.shape[2] < MANY_SLOTS or logits.sinks is not None
+    return few and takes_lse(query, keys, values, logits)
 
 
 def attend_weighing(
@@ -138,15 +128,8 @@ def attend_weighing(
         logits: of the model.
     """
     grouped = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])  # [B, K, G, D]
-    z = torch.matmul(grouped * logits.scale, keys.mT)
-    if logits.softcap is not None:
-        z = logits.softcap * torch.tanh(z / logits.softcap)
-    if logits.sinks is None:
-        weights = z.softmax(-1)
-    else:
-        own = logits.sinks.to(z.dtype).view(keys.shape[1], -1, 1)  # [K, G, 1]
-        weights = (z - torch.logaddexp(z.logsumexp(-1, keepdim=True), own)).exp()
-    return weigh(weights).reshape(query.shape)
+    z = logits._replace(scale=1.0).of(torch.matmul(grouped * logits.scale, keys.mT))
+    return weigh(logits.weights(z)).reshape(query.shape)
 
 
 def takes_token(
@@ -186,8 +169,16 @@ def attend_rows(
 
     Returns:
         [B, H, T, D]
+
+    Raises:
+        UnsupportedModel: kernels do not know the rule of the logits.
     """
-    (starts, lengths, longest), (scale, softcap, sinks) = rows, logits
+    if logits.further:
+        raise UnsupportedModel(
+            f"Triton kernels do not know {' and '.join(logits.further)} of this model's attention; "
+            "set KVCAP_KERNELS=eager"
+        )
+    (starts, lengths, longest), (scale, softcap, sinks) = rows, logits[:3]
     return decode.attend_ragged(
         query, keys, values, starts[:-1], lengths, scale, softcap, longest, sinks
     )
@@ -211,17 +202,15 @@ def attend_with_lse(
     Returns:
         [B, H, T, D] in the values' dtype, and log-sum-exp of the logits [B, H, T] in float32.
     """
-    if mask is None and ready(query) and decode.covers(query, keys, values):
+    if mask is None and takes_lse(query, keys, values, logits):
         return decode.attend_with_lse(query, keys, values, logits.scale, logits.softcap, own)
     if mask is None and own and query.shape[2] > 1:
         mask = causal(query.shape[2], keys.shape[2], query)
-    if logits.softcap is None and _tells_lse(query, keys, values):
+    if logits.linear and _tells_lse(query, keys, values):
         return _attend_with_lse_on_cpu(query, keys, values, logits.scale, mask)
     group, length = query.shape[1] // keys.shape[1], query.shape[2]
     q = query.unflatten(1, (-1, group)).flatten(2, 3)  # [B, K, G·T, D]
-    z = torch.matmul(q, keys.mT).unflatten(2, (group, length)) * logits.scale
-    if logits.softcap is not None:
-        z = logits.softcap * torch.tanh(z / logits.softcap)
+    z = logits.of(torch.matmul(q, keys.mT).unflatten(2, (group, length)))
     if mask is not None:
         mask = mask.unsqueeze(1)  # one head's mask over [B, K, G, T, n]
         # The least number rather than -inf: a padded row sees nothing, and must not be NaN.
@@ -231,6 +220,11 @@ def attend_with_lse(
     weights = (z - lse).exp().to(values.dtype)
     out = torch.matmul(weights.flatten(2, 3), values).view(query.shape)
     return out, lse.view(query.shape[:3])
+
+
+def takes_lse(query: Tensor, keys: Tensor, values: Tensor, logits: Logits) -> bool:
+    """Return whether a kernel of kvcap's returns attention with its log-sum-exp here."""
+    return not logits.further and ready(query) and decode.covers(query, keys, values)
 
 
 def _tells_lse(*inputs: Tensor) -> bool:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 from torch.utils._pytree import tree_leaves
 
-from kvcap.policies.base import Expansion
-from kvcap.runtime.attention.functions import CappedLayer, Logits, attend
+from kvcap.policies.base import Expansion, Logits
+from kvcap.runtime.attention.functions import CappedLayer, attend
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.types import ATTENTION
 

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from kvcap.kernels.choice import ready
 from kvcap.policies import Observation
-from kvcap.policies.base import Corrector
+from kvcap.policies.base import Corrector, Logits
 from kvcap.policies.base.eviction import LOWEST
 from kvcap.policies.base.order import lowest
-from kvcap.runtime.attention.functions import Logits, attend_with_lse, merge, with_sinks
+from kvcap.runtime.attention.functions import attend_with_lse, merge, with_sinks
 from kvcap.runtime.cache.layout import EVICTED
 from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool
 from kvcap.runtime.errors import StoreFailed
@@ -219,8 +219,7 @@ class EvictedStore:
         """Merge tokens that are evicted into what is remembered, where something is."""
         query, out, lse = known
         keys, values = _of_slots(obs.keys, slots), _of_slots(segment.values, slots)
-        logits = Logits(obs.scaling, obs.softcap)
-        added, added_lse = attend_with_lse(query, keys, values, logits)
+        added, added_lse = attend_with_lse(query, keys, values, obs.rule)
         some = ~lse.isneginf()
         merged, merged_lse = merge(out, lse, added, added_lse)
         out.copy_(torch.where(some[..., None], merged, out))

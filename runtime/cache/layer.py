@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcap.policies.base import Expansion
-from kvcap.runtime.attention.functions import Logits
+from kvcap.policies.base import Expansion, Logits
 from kvcap.runtime.attention.latents import LatentBlock, rotated_first
 from kvcap.runtime.attention.masks import MaskNote, Slots
 from kvcap.runtime.cache.allocation import Allocation

@@ -15,7 +15,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from kvcap.runtime.attention.functions import Logits
+from kvcap.policies.base import Logits
 from kvcap.runtime.cache.slot_format import SlotFormat
 
 PIECE = 1 << 19  # bytes of float32 numbers that are dequantised at once on a CPU

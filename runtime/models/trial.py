@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
-from kvcap.runtime.attention.functions import Logits, attend
+from kvcap.policies.base import Logits
+from kvcap.runtime.attention.functions import attend
 from kvcap.runtime.attention.latents import (
     LatentBlock,
     absorbed,

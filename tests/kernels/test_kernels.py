@@ -21,6 +21,7 @@ from kvcap.kernels import window
 from kvcap.kernels.device import Target
 from kvcap.policies import Observation, Policy
 from kvcap.policies.andpro import AnDPro
+from kvcap.policies.base import Logits
 from kvcap.policies.dropkv import DropKV
 from kvcap.policies.h2o import H2O
 from kvcap.policies.keydiff import KeyDiff
@@ -89,8 +90,7 @@ def observe(s: Shape, seed: int | None = None) -> Observation:
         num_tokens=seen,
         budget=max(1, s.n // 2),
         queries=queries,
-        scaling=s.D**-0.5,
-        softcap=s.softcap,
+        rule=Logits(s.D**-0.5, s.softcap),
         state={"accumulated": torch.rand(s.B, s.K, s.n, device=DEVICE)},
     )
 
@@ -106,13 +106,13 @@ def exact(policy: Policy, obs: Observation, magnitude: bool = False) -> Tensor:
         mean = (unit if policy.anchor == "unit_mean" else k).mean(2, keepdim=True)
         return -(unit * mean / mean.norm(dim=-1, keepdim=True)).sum(-1)
     q = obs.queries.double().unflatten(1, (k.shape[1], -1))  # [B, K, G, w, D]
-    z = obs.scaling * q @ k[:, :, None].mT
-    z = z if obs.softcap is None else obs.softcap * (z / obs.softcap).tanh()
+    z = obs.rule.scale * q @ k[:, :, None].mT
+    z = z if obs.rule.softcap is None else obs.rule.softcap * (z / obs.rule.softcap).tanh()
     times = obs.num_tokens - q.shape[3] + torch.arange(q.shape[3], device=k.device)
     hidden = obs.positions[:, :, None, None] > times[:, None]
     p = z.masked_fill(hidden, -torch.inf)
-    if obs.sinks is not None:
-        column = obs.sinks.double().view(1, -1, q.shape[2], 1, 1).expand(*p.shape[:-1], 1)
+    if obs.rule.sinks is not None:
+        column = obs.rule.sinks.double().view(1, -1, q.shape[2], 1, 1).expand(*p.shape[:-1], 1)
         p = torch.cat((p, column), -1)
     p = p.softmax(-1)[..., : k.shape[2]]
     z = z.masked_fill(hidden, 0)
@@ -243,7 +243,9 @@ def sunk(obs: Observation) -> Observation:
     """A sink logit for each query head, far apart; state as H2O has it."""
     sinks = torch.linspace(-2, 4, obs.queries.shape[1], device=DEVICE)
     return replace(
-        obs, sinks=sinks, state={"accumulated": torch.zeros(obs.positions.shape, device=DEVICE)}
+        obs,
+        rule=obs.rule._replace(sinks=sinks),
+        state={"accumulated": torch.zeros(obs.positions.shape, device=DEVICE)},
     )
 
 
@@ -471,8 +473,8 @@ def test_new_lengths_and_strides_run_through_remembered_kernels():
 
 def test_whole_numbers_for_floats():
     obs = observe(Shape(64, D=16, softcap=5.0))
-    check(SnapKV(kernel=1), replace(obs, scaling=0.25))
-    check(SnapKV(kernel=1), replace(obs, scaling=1, softcap=5))
+    check(SnapKV(kernel=1), replace(obs, rule=Logits(0.25)))
+    check(SnapKV(kernel=1), replace(obs, rule=Logits(1, 5)))
 
 
 def unaware(*_: object, **__: object) -> Tensor:

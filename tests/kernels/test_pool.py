@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcap import kernels
 from kvcap.kernels import pool
 from kvcap.policies import Observation, Policy
-from kvcap.policies.base import pool_in_time
+from kvcap.policies.base import Logits, pool_in_time
 from kvcap.policies.dropkv import DropKV
 from kvcap.policies.snapkv import SnapKV
 
@@ -145,7 +145,7 @@ def _seen(slots: int) -> Observation:
         positions=positions,
         num_tokens=4 * slots,
         budget=slots // 2,
-        scaling=0.25,
+        rule=Logits(0.25),
     )
 
 

@@ -34,7 +34,7 @@ def test_masked_logits_are_finite_and_softcap_applies():
     assert torch.isfinite(obs.logits).all()
     assert (obs.logits[~obs.visible.expand_as(obs.logits)] == 0).all()
     capped = observe(gaps=False)
-    capped.softcap = 0.5
+    capped.rule = capped.rule._replace(softcap=0.5)
     same(capped.logits, 0.5 * torch.tanh(obs.logits / 0.5))
 
 

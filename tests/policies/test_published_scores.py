@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d
 
 from kvcap.policies import Eviction, Observation, PolicyError, load_policy
+from kvcap.policies.base import Logits
 
 SHAPES = [
     *(pytest.param(observe(17, group=g, seed=g), id=f"groups of {g}") for g in (1, 2, 4, 8)),
@@ -70,7 +71,7 @@ def test_lagkv(obs, lag, sinks):
 
 def logits(obs: Observation, b: int, head: int, t: int, j: int) -> float:
     key = obs.keys[b, head // obs.groups, j].double()
-    return float(obs.queries[b, head, t].double() @ key) * obs.scaling
+    return float(obs.queries[b, head, t].double() @ key) * obs.rule.scale
 
 
 def expected_by_loops(obs: Observation, sinks: int, epsilon: float, covariance: bool) -> Tensor:
@@ -84,7 +85,7 @@ def expected_by_loops(obs: Observation, sinks: int, epsilon: float, covariance: 
             sigma = sum(torch.outer(q - mean, q - mean) for q in queries) / len(queries)
             found = []
             for j in rest:
-                key = obs.scaling * obs.keys[b, k, j].double()
+                key = obs.rule.scale * obs.keys[b, k, j].double()
                 found.append(float(mean @ key + (key @ sigma @ key / 2 if covariance else 0)))
             for j, weight in zip(rest, softmax(found), strict=True):
                 scores[b, k, g, j] = weight
@@ -121,7 +122,7 @@ def test_expected_attention_looks_at_slots_newer_than_its_queries():
     assert hidden.any()
     assert (obs.logits[:, :, 0, 0][hidden] == 0).all()
     assert (obs.unmasked_logits[:, :, 0, 0][hidden] != 0).all()
-    capped = replace(obs, softcap=0.5)
+    capped = replace(obs, rule=obs.rule._replace(softcap=0.5))
     same(capped.unmasked_logits, 0.5 * torch.tanh(obs.unmasked_logits / 0.5))
 
 
@@ -359,7 +360,7 @@ def test_a_block_loop_keeps_what_lists_keep(name):
         queries = torch.cat((queries, arriving), 2)[:, :, -4:]
         seen += block
         obs = Observation(
-            keys, values, positions, seen, budget, block, queries=queries, scaling=size**-0.5
+            keys, values, positions, seen, budget, block, queries=queries, rule=Logits(size**-0.5)
         )
         over = positions.shape[-1] - budget
         if over <= 0:

@@ -43,7 +43,7 @@ def by_loops(obs: Observation, term: Term) -> Tensor:
                     query = queries[b][k * len(heads) + g][t]
                     out = [dot(row, column) for column in zip(*values[b][k], strict=True)]
                     for j, weight in enumerate(row):
-                        z = obs.scaling * dot(query, keys[b][k][j])
+                        z = obs.rule.scale * dot(query, keys[b][k][j])
                         found[b, k, g, t, j] = term(weight, z, out, values[b][k][j])
     return found
 
@@ -403,8 +403,8 @@ def test_obcache_needs_a_base_that_attends():
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("obs", SHAPES)
 def test_a_mask_that_is_added_gives_what_one_that_is_filled_in_gives(obs, softcap):
-    obs = replace(obs, softcap=softcap)
-    z = obs.queries.unflatten(1, (-1, obs.groups)).flatten(2, 3) @ obs.keys.mT * obs.scaling
+    obs = replace(obs, rule=obs.rule._replace(softcap=softcap))
+    z = obs.queries.unflatten(1, (-1, obs.groups)).flatten(2, 3) @ obs.keys.mT * obs.rule.scale
     z = (z if softcap is None else softcap * torch.tanh(z / softcap)).view(obs.attention.shape)
     assert torch.equal(obs.attention, z.masked_fill(~obs.visible, -torch.inf).softmax(-1))
     assert torch.equal(obs.logits, z.masked_fill(~obs.visible, 0.0))

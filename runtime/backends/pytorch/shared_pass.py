@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvcap.kernels.choice import ready
-from kvcap.runtime.attention.functions import Logits
+from kvcap.policies.base import Logits
 from kvcap.runtime.attention.masks import Slots
 from kvcap.runtime.backends.pytorch.loop import BlockLoop, out_of_memory
 from kvcap.runtime.backends.pytorch.sampler import draw_each

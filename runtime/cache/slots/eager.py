@@ -315,12 +315,13 @@ class EagerSlots(SlotEngine):
         policy, views, spans = self.policy, segment.held_views(), tuple(self.policy.pinned_spans)
         if segment.first_pinned:
             spans = (*spans, (0, segment.first_pinned))
-        common, sinks = policy.common(step.call), step.call.logits.sinks
+        common = policy.common(step.call)
         if values is None:
             values = views["values"] if step.values is None else step.values[index]
         if (projection := common["output_projection"]) is not None:
             mine = slice(segment.head, segment.head + segment.heads)
             common["output_projection"] = projection[mine]
+        common["rule"] = segment.logits_of(step.call.logits)
         return Observation(
             keys=step.keys[index],
             values=values,
@@ -330,7 +331,6 @@ class EagerSlots(SlotEngine):
             new=step.length,
             first_head=segment.head,
             queries=None if step.queries is None else self._window(segment, step),
-            sinks=sinks if sinks is None else segment.logits_of(step.call.logits).sinks,
             attended=step.attended,
             state={name: views[name] for name in self.eviction.state} if policy.has_state else {},
             pinned_spans=spans,

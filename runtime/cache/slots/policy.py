@@ -12,9 +12,8 @@ from torch import nn
 
 from kvcap import kernels
 from kvcap.policies import Observation
-from kvcap.policies.base import Expansion
+from kvcap.policies.base import Expansion, Logits
 from kvcap.policies.base.component import ATTENTION_VIEWS
-from kvcap.runtime.attention.functions import Logits
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.cache.pool import Segment
 from kvcap.runtime.cache.regions import Regions
@@ -91,8 +90,7 @@ class LayerPolicy:
             "output_projection": projection,
             "layer": self.index,
             "regions": self.regions.weighed,
-            "scaling": call.logits.scale,
-            "softcap": call.logits.softcap,
+            "rule": call.logits,
             "expansion": call.expansion,
             "saliency": self.eviction.saliency,
         }

@@ -212,7 +212,7 @@ class RowSlots(SlotEngine):
         """
         assert block.arrived is not None
         (key, value), context = block.arrived, block.context
-        if call.logits.softcap is not None or call.logits.sinks is not None:
+        if not call.logits.linear or call.logits.sinks is not None:
             return None
         policy, buffers = self.policy, self.moving
         rotation, rows = self.positions.rotation, self._rows_of(block)
@@ -395,7 +395,6 @@ class RowSlots(SlotEngine):
             budget=self.segments[0].target_length,
             new=step.length,
             queries=queries,
-            sinks=step.call.logits.sinks,
             state={name: self.pool.aux[name] for name in self.eviction.state},
             pinned_spans=tuple(policy.pinned_spans),
             rows=rows.after._replace(starts=step.shown.starts),

@@ -31,6 +31,7 @@ from kvcap.lab.bench import saliency
 from kvcap.lab.captured import until
 from kvcap.lab.texts import Text, generated, pieces
 from kvcap.policies import Observation, PolicyError
+from kvcap.policies.base import Logits
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 
 TOKENS = 96
@@ -150,7 +151,7 @@ def test_the_volume_of_keys() -> None:
 
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -1.0, 2.0, 0.0])])
 def test_moves_are_those_of_loops_over_heads(sinks: Tensor | None) -> None:
-    after = observed(6, sinks=sinks)
+    after = observed(6, rule=Logits(sinks=sinks))
     stays = torch.tensor([[True, False, True, False, False], [False, True, True, True, False]])
     moved, size = perturbation.moves(after, stays)
     assert after.queries is not None
@@ -265,7 +266,7 @@ def test_recomputed_steps_are_those_of_a_loop() -> None:
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -1.0, 2.0, 0.0])])
 def test_calibration_by_the_same_query_is_exact(sinks: Tensor | None) -> None:
     """As the paper says of Figure 1."""
-    whole, stays = observed(9, 9, sinks=sinks), torch.rand(2, 8) > 0.5
+    whole, stays = observed(9, 9, rule=Logits(sinks=sinks)), torch.rand(2, 8) > 0.5
     plain, calibrated = queries.loss(whole, stays, 9, 0).tolist()
     assert plain > 0.01
     assert calibrated < 1e-5

@@ -7,7 +7,8 @@ import torch
 from interpreted import DEVICE, pytestmark  # noqa: F401
 
 from kvcap.lab.bench import ragged
-from kvcap.runtime.attention.functions import Logits, attend_rows
+from kvcap.policies.base import Logits
+from kvcap.runtime.attention.functions import attend_rows
 
 
 @pytest.mark.parametrize("length", [1, 3])

@@ -169,29 +169,31 @@ def test_attention_weights_of_an_observation_have_the_sink_in_their_denominator(
     weights = attention_by_loops(obs)
     lse = obs.logits.masked_fill(~obs.visible, -math.inf).logsumexp(-1, keepdim=True)
     expected = weights * torch.sigmoid(lse.double() - sinks.view(1, 2, 2, 1, 1))
-    sunk = replace(obs, sinks=sinks)
+    sunk = replace(obs, rule=obs.rule._replace(sinks=sinks))
     same(sunk.attention, expected)
     same(sunk.output, (expected.flatten(2, 3) @ obs.values.double()).view_as(sunk.output))
     with pytest.raises(AssertionError):
-        same(replace(obs, sinks=0 * sinks).attention, expected)
+        same(replace(obs, rule=obs.rule._replace(sinks=0 * sinks)).attention, expected)
 
 
 def test_dropkv_is_the_change_of_the_output_with_a_sink_too():
     """With one query the score is the squared change when a token alone is removed (Lemma 1)."""
-    obs = replace(observe(9, window=1, batch=1, group=1), sinks=torch.tensor([0.5, -1.0]))
+    obs = observe(9, window=1, batch=1, group=1)
+    obs.rule = obs.rule._replace(sinks=torch.tensor([0.5, -1.0]))
     cost = kvcap.load_policy("dropkv", window=1, kernel=1).policy.score(obs)
     z = obs.logits[:, :, 0, 0].double()  # [1, K, n]
     whole = obs.output[:, :, 0, 0].double()
     for j in range(9):
         others = [i for i in range(9) if i != j]
-        logits = torch.cat((z[..., others], obs.sinks.double()[None, :, None]), -1)
+        logits = torch.cat((z[..., others], obs.rule.sinks.double()[None, :, None]), -1)
         weights = logits.softmax(-1)[..., :-1]
         without = (weights[..., None] * obs.values[:, :, others].double()).sum(2)
         same(cost[:, :, j], (whole - without).square().sum(-1))
 
 
 def test_obcache_weighs_by_attention_with_the_sink():
-    obs = replace(observe(), sinks=torch.linspace(-1, 3, 4))
+    obs = observe()
+    obs.rule = obs.rule._replace(sinks=torch.linspace(-1, 3, 4))
     squares = obs.values.square().sum(-1)[:, :, None, None]
     same(OBCache("value").weigh(obs), obs.attention.square() * squares)
 

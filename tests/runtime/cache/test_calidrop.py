@@ -16,7 +16,8 @@ from conftest import tiny_model
 from make import in_python
 
 import kvcap
-from kvcap.runtime.attention.functions import Logits, attend_with_lse, causal, merge
+from kvcap.policies.base import Logits
+from kvcap.runtime.attention.functions import attend_with_lse, causal, merge
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache import evicted_store as mapped_file
 from kvcap.runtime.errors import StoreFailed

@@ -22,9 +22,8 @@ import kvcap
 from kvcap.evals.measure import allocator_peak
 from kvcap.export.decoder.spec import layout_for
 from kvcap.policies import Observation
-from kvcap.policies.base import Expansion
+from kvcap.policies.base import Expansion, Logits
 from kvcap.runtime.attention import latents
-from kvcap.runtime.attention.functions import Logits
 from kvcap.runtime.backends.pytorch import snapshot
 from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
