@@ -16,8 +16,8 @@ FOLDERS := runtime policies kernels export android_bench evals serve pocket lab 
 
 setup: $(VENV)/.ready ## the environment alone
 
-chat: $(VENV)/.ready ## chat under a 256-token cap: with smollm2, which is downloaded once, or else with pocket
-	@model=smollm2; $(BIN)/kvcap pull $$model >/dev/null || { model=pocket; \
+chat: $(VENV)/.chat ## chat under a 256-token cap: with smollm2, which is downloaded once, or else with pocket
+	@model=smollm2; $(BIN)/kvcap pull $$model >/dev/null || { model=pocket; $(MAKE) --silent setup; \
 	  echo "chatting with pocket instead, which is built in and knows only what it is told"; }; \
 	$(BIN)/kvcap chat $$model --budget-tokens 256 --threads 1 # enough for both; a second would wait for a busy core
 
@@ -65,6 +65,12 @@ docs-build: $(DOCS)/.ready ## build it into out/site; a warning is an error
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix $(FOLDERS)
 	$(BIN)/ruff format $(FOLDERS)
+
+$(VENV)/.chat: pyproject.toml docker/install.sh # what a GGUF file needs, without torch
+	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV) for chats (once, a minute; make setup adds PyTorch) ..."
+	@test -f $(VENV)/.ready || ENGINE=llamacpp EDITABLE=--editable docker/install.sh . $(VENV)
+	@touch $@
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)

@@ -247,6 +247,14 @@ class GraphBroken(ManifestError):
     """ONNX Runtime cannot load the graph."""
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of what an error says, for a message of one line."""
+def first_line(error: Exception | str) -> str:
+    """Return the first line of what an error says, for a message of one line.
+
+    Where PyTorch or transformers is missing, as behind `make chat`, it says how to install it.
+    """
+    if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "transformers"):
+        return (
+            f"{error.name} is not installed, which all but GGUF files and exports needs; run in "
+            "kvcap's checkout: make setup, or pip install ."
+        )
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
@@ -45,7 +44,7 @@ from kvcap.runtime.cli.options import (
     pairs,
     policy_names,
 )
-from kvcap.runtime.errors import ExtraMissing, NotExportable, PlanInfeasible
+from kvcap.runtime.errors import NotExportable, PlanInfeasible
 from kvcap.runtime.files import as_text
 from kvcap.runtime.memory.free_memory import free_memory, process_bytes
 from kvcap.runtime.models.gguf import AS_THEY_ARE, GgufFile, is_gguf, read_gguf
@@ -321,7 +320,7 @@ def policies_command(
 
 def _imported_list() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the rows of policies and companions from the policies themselves."""
-    with missing_named(), large_imports():
+    with large_imports():
         from kvcap.policies import load_policy, policies
     from kvcap.runtime.cli.tables import describe, describe_companions
 
@@ -340,7 +339,7 @@ def policy_command(
     listed, _ = read_list() or ([], [])
     row = next((row for row in listed if row["name"] == name), None)
     if row is None:  # a combination, or no policy's name
-        with missing_named(), large_imports():
+        with large_imports():
             from kvcap.policies import load_policy
         row = describe(name, load_policy(name))
     before = context.parent.params if context.parent is not None else {}
@@ -794,29 +793,11 @@ def use_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
-@contextmanager
-def missing_named() -> Iterator[None]:
-    """Say how to install PyTorch or transformers where an import within it fails.
-
-    Raises:
-        ExtraMissing: one of them cannot.
-    """
-    try:
-        yield
-    except ImportError as error:
-        raise ExtraMissing(
-            f"PyTorch or transformers is not installed ({error}); run in kvcap's checkout: "
-            "pip install ., or give --backend onnxruntime and a directory that kvcap export "
-            "decoder wrote"
-        ) from error
-
-
 def quiet_libraries() -> None:
     """Keep transformers' progress bars and advice off the screen, but not those of downloads."""
-    with missing_named():
-        import torch  # noqa: F401
-        from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
-        from transformers.utils import logging
+    import torch  # noqa: F401
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
+    from transformers.utils import logging
 
     downloads = not are_progress_bars_disabled()
     logging.set_verbosity_error()

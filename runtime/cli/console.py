@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from kvcap.runtime.errors import MemoryCapExceeded, ModelNotFound, PlanInfeasible
+from kvcap.runtime.errors import MemoryCapExceeded, ModelNotFound, PlanInfeasible, first_line
 
 OK, FAILED, USAGE, INFEASIBLE, CAP, INTERRUPTED = 0, 1, 2, 3, 4, 130
 CODES: tuple[tuple[type[Exception], int], ...] = (
@@ -30,8 +30,7 @@ def complain(error: Exception | str) -> None:
     """Print an error, or a complaint, as one line; with its traceback if KVCAP_DEBUG is set."""
     if isinstance(error, Exception) and os.environ.get("KVCAP_DEBUG"):
         traceback.print_exception(error)
-    says = str(error).strip().splitlines() or [type(error).__name__]
-    say(("kvcap:", "red"), f" {says[0]}")
+    say(("kvcap:", "red"), f" {first_line(error)}")
 
 
 def dim(text: str) -> None:

@@ -161,6 +161,25 @@ def test_it_answers_without_torch_and_transformers(standing_in: Path) -> None:
     assert "downloading SmolLM2" in done.stderr
 
 
+@needs_library
+def test_where_torch_is_missing_every_command_says_how_to_install_it(tmp_path: Path) -> None:
+    """As in the environment that `make chat` makes."""
+    file = str(tiny_gguf.written(tmp_path))
+    lines = (
+        ["chat", "pocket"], ["demo"], ["chat", file, "--policy", "keydiff"], ["models"],
+        ["eval", file], ["chat", file, "--budget-tokens", "64"],
+    )  # fmt: skip
+    program = (
+        "import sys\nfrom kvcap.cli import run\nsys.modules['torch'] = None\n"
+        f"for line in {lines!r}:\n    print('CODE', run(line))\n"
+    )
+    done = in_python(program, input="/policy keydiff\n", cwd=tmp_path)
+    codes = [line for line in done.stdout.splitlines() if line.startswith("CODE")]
+    assert codes == ["CODE 1", "CODE 1", "CODE 1", "CODE 0", "CODE 1", "CODE 1"], done.stderr
+    said = done.stdout + done.stderr
+    assert said.count("torch is not installed") == said.count("make setup") == 6, said
+
+
 @pytest.mark.parametrize("name", [SMOLLM2, "file"])
 def test_without_llama_cpp_one_message_has_the_one_command(
     name: str, standing_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
