@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -36,11 +36,21 @@ LATER_SYSTEM = "<system-reminder>\n{}\n</system-reminder>"
 UNUSED = ("thinking", "redacted_thinking")  # blocks of earlier answers that are not read again
 
 
+def _of_the_client(kind: str) -> str:
+    """Refuse a tool without a schema, which Anthropic's servers run or its models know."""
+    if kind != "custom":
+        raise ValueError(
+            "neither this server nor its model has such a tool; give one of yours, with name, "
+            "description and input_schema"
+        )
+    return kind
+
+
 class MessageTool(schemas.Strict):
     """A tool that the model may call."""
 
     name: schemas.Name
-    type: Literal["custom"] | None = None
+    type: Annotated[str, AfterValidator(_of_the_client)] | None = None
     description: str | None = None
     input_schema: schemas.Schema | None = None
     strict: bool | None = None

@@ -142,14 +142,13 @@ class ResponseBody(schemas.Strict):
         functions, left_out = _sorted(tools)
         choice = self.tool_choice
         match choice:
-            case {"type": "allowed_tools", "mode": str(mode), "tools": list(allowed), **more} if (
-                not more
-            ):
-                names = [function.get("name") for function in allowed if isinstance(function, dict)]
-                functions = [
-                    function for function in functions if function["function"].get("name") in names
+            case {"type": "allowed_tools", "tools": list(allowed), **more}:
+                named = [
+                    {"type": "function", "function": {"name": one.get("name")}}
+                    for one in allowed
+                    if isinstance(one, dict) and one.get("type", "function") == "function"
                 ]
-                choice = mode
+                choice = {"type": "allowed_tools", "allowed_tools": {**more, "tools": named}}
             case {"type": type_, "name": name, **more} if not more:
                 choice = {"type": type_, "function": {"name": name}}
         if functions:

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -264,15 +264,52 @@ def _template_options(value: Any) -> Any:
     return value
 
 
-def _choice(value: Any) -> Any:
-    """Refuse anything but a choice of tools."""
+class ToolChoice(NamedTuple):
+    """A choice of the tools that an answer may call, and of those that it must."""
+
+    mode: str = "auto"
+    called: str | None = None
+    """Names the function that must be called; None: any will do."""
+    allowed: frozenset[str] | None = None
+    """Names the only tools that are offered; None: all are."""
+
+
+def _choice(value: Any) -> ToolChoice:
+    """Return a choice of tools, as OpenAI's API writes it."""
     match value:
         case "auto" | "none" | "required":
-            return value
-        case {"type": "function", "function": {"name": str(), **more}, **rest} if not more | rest:
-            return value
+            return ToolChoice(value)
+        case {"type": "function", "function": {"name": str(name), **more}, **rest} if (
+            not more | rest
+        ):
+            return ToolChoice("required", called=name)
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {
+                "mode": "auto" | "required" as mode,
+                "tools": list(tools),
+                **more,
+            },
+            **rest,
+        } if not more | rest:
+            return ToolChoice(mode, allowed=frozenset(map(_named_function, tools)))
     raise ValueError(
-        "use 'auto', 'none', 'required', or {'type': 'function', 'function': {'name': NAME}}"
+        "use 'auto', 'none', 'required', {'type': 'function', 'function': {'name': NAME}}, or "
+        "{'type': 'allowed_tools', 'allowed_tools': {'mode': 'auto', 'tools': [...]}} with such "
+        "functions"
+    )
+
+
+def _named_function(tool: Any) -> str:
+    """Return the name of a function that a choice of tools lists."""
+    match tool:
+        case {"type": "function", "function": {"name": str(name), **more}, **rest} if (
+            not more | rest
+        ):
+            return name
+    raise ValueError(
+        "allowed_tools has what is no function; list {'type': 'function', 'function': {'name': "
+        "NAME}}"
     )
 
 
@@ -588,6 +625,7 @@ class ChatRequest(Request):
     """Says the opposite of `continue_final_message`."""
     tools: Annotated[list[Tool], Field(max_length=TOOLS)] | None = None
     tool_choice: Annotated[Any, AfterValidator(_choice)] | None = None
+    """Says which tools may or must be called; it becomes a `ToolChoice`."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     """Goes to the chat template by its name, and says how long the model may think (`EFFORTS`).
 
@@ -620,7 +658,7 @@ class ChatRequest(Request):
                 "tools do not go with a regex or choice of structured_outputs, which no call "
                 "matches; give its json, or leave one of them out"
             )
-        if self.tool_choice not in (None, "auto", "none") and not self.forced:
+        if self._chosen.mode == "required" and not self.forced:
             raise ValueError(
                 "tool_choice asks for a call of what is not among the tools; give that tool, or "
                 "leave tool_choice out"
@@ -665,8 +703,8 @@ class ChatRequest(Request):
     @property
     def call_schema(self) -> dict[str, Any] | None:
         """Return the JSON schema of calls that the model makes by itself; None: none is strict."""
-        strict = [tool.function.strict is True for tool in self.tools or ()]
-        if not any(strict) or self.held_to or not self.offered or self.ignore_eos:
+        strict = [tool.function.strict is True for tool in self._offered]
+        if not any(strict) or self.held_to or self.ignore_eos:
             return None
         free = {"parameters": {"type": "object"}}
         return schema_of_call(
@@ -679,17 +717,25 @@ class ChatRequest(Request):
     @property
     def forced(self) -> tuple[Mapping[str, Any], ...]:
         """Return the tools of which the answer must call one; empty if it need not call any."""
-        if isinstance(self.tool_choice, dict):
-            name = self.tool_choice["function"]["name"]
-            return tuple(tool for tool in self.offered if tool["function"]["name"] == name)
-        return self.offered if self.tool_choice == "required" else ()
+        if self._chosen.mode != "required":
+            return ()
+        name = self._chosen.called
+        return tuple(tool for tool in self.offered if name in (None, tool["function"]["name"]))
 
     @property
     def offered(self) -> tuple[Mapping[str, Any], ...]:
         """Return the tools that the chat template is given."""
-        if self.tool_choice == "none":
-            return ()
-        return tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
+        return tuple(tool.model_dump(exclude_none=True) for tool in self._offered)
+
+    @property
+    def _offered(self) -> list[Tool]:
+        mode, _, allowed = self._chosen
+        tools = () if mode == "none" else self.tools or ()
+        return [tool for tool in tools if allowed is None or tool.function.name in allowed]
+
+    @property
+    def _chosen(self) -> ToolChoice:
+        return self.tool_choice or ToolChoice()
 
     @property
     def most_calls(self) -> int:

@@ -129,6 +129,9 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"unheard_of": 1}, "unheard_of"), ({"stream_options": {"include_usage": True}}, None),
     ({"tool_choice": "sometimes"}, "tool_choice"), ({"tool_choice": "required"}, None),
     ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {
+        "mode": "auto", "tools": [{"type": "custom", "custom": {"name": "no"}}]}}}, "tool_choice"),
+    ({"tools": [{"type": "custom", "custom": {"name": "sql"}}]}, "tools.0.type"),
     ({"tool_choice": {"type": "function", "function": {"name": 5}}}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "no"}}}, None),
     ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
@@ -387,6 +390,17 @@ def test_an_answer_that_must_call_a_tool_is_held_to_a_call(client, talk, choice)
         one["properties"]["name"]["const"] for one in talk.asked.options["json_schema"]["anyOf"]
     ]
     assert names == (["add", "now"] if choice == "required" else ["add"])
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_are_offered(client, talk, mode):
+    listed = [{"type": "function", "function": {"name": "now"}}]
+    client.chat.completions.create(
+        model="pocket", messages=HELLO, tools=[TOOL, OTHER],
+        tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}},
+    )  # fmt: skip
+    assert talk.asked.tools == (OTHER,)
+    assert talk.asked.must_call == (mode == "required")
 
 
 def test_a_strict_tool_is_offered_without_that_word(client, talk):
