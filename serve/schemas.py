@@ -428,6 +428,7 @@ class Request(Strict):
         "repetition_penalty": "repetition_penalty",
         "presence_penalty": "presence_penalty",
         "frequency_penalty": "frequency_penalty",
+        "dry_multiplier": "dry_multiplier",
         "seed": "seed",
         "stop": "stop_strings",
         "max_tokens": "max_new_tokens",
@@ -448,6 +449,7 @@ class Request(Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=REPETITION)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    dry_multiplier: Annotated[float, Field(ge=0, le=10)] | None = None
     seed: Annotated[
         Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None, BeforeValidator(_unless_minus_one)
     ] = None

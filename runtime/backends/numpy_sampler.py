@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcap.runtime.session import settings
+from kvcap.runtime.session.penalties import penalises, penalties
 
 Floats = NDArray[np.float32]
 
@@ -33,6 +34,7 @@ class Generation:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    dry_multiplier: float | None = None
     max_new_tokens: int | None = None
     min_tokens: int | None = None
     thinking_budget: int | None = None
@@ -82,11 +84,7 @@ class NumpySampler:
     def recipe(self) -> tuple[float, ...] | None:
         """Return the settings that tokens are drawn by; see `TokenSampler.recipe` in engine.py."""
         config = self.config
-        if (
-            any(settings.penalties(config))
-            or self.biases
-            or config.repetition_penalty not in (None, 1.0)
-        ):
+        if penalises(config) or self.biases or config.repetition_penalty not in (None, 1.0):
             return None
         drawn = config.temperature, config.top_k, config.top_p, config.min_p
         return () if self.greedy else tuple(float(x or 0) for x in drawn)
@@ -104,7 +102,7 @@ class NumpySampler:
             logits: of the next token.
             history: the tokens so far.
             allowed: a mask over the vocabulary's first tokens; only those are drawn. None: any.
-            said: the answer's tokens, to which penalties of presence and frequency apply.
+            said: the answer's tokens, to which `penalties` apply.
         """
         found = logits[0].astype(np.float32)
         if allowed is not None:
@@ -113,11 +111,8 @@ class NumpySampler:
             found[known:] = -np.inf
         for token, bias in self.biases.items():
             found[token] += bias
-        presence, frequency = settings.penalties(self.config)
-        if said and (presence or frequency):
-            times = np.bincount(said)
-            own = np.flatnonzero(times)
-            found[own] -= (presence + frequency * times[own]).astype(np.float32)
+        for token, penalty in penalties(self.config, said).items():
+            found[token] -= penalty
         self.penalise(found, history[0])
         if self.greedy:
             return np.array([int(found.argmax())])

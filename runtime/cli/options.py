@@ -560,6 +560,12 @@ class Sampling:
         "repetition_penalty",
         "Make tokens that occurred before less likely, by dividing by X; 1 changes nothing.",
     )
+    dry_multiplier: float | None = _number(
+        "dry_multiplier",
+        "Keep an answer from saying a passage of its own again (DRY): take X from the logit of "
+        "what would go on with 8 tokens as before, 1.75 times as much for each further token; 0 "
+        "changes nothing.",
+    )
     seed: int | None = setting(None, "Repeat the same draws with the same N.", min=0)
     stop: list[str] | None = setting(None, "End the answer before this text; repeatable.")
     json_schema: str | None = setting(

@@ -133,8 +133,7 @@ class TokenSampler(Protocol):
         """Draw token ids [1] from logits [1, V], given the tokens so far [1, T].
 
         Only tokens that are `allowed`, a mask over the first ones of the vocabulary, are drawn;
-        None: any. Penalties of presence and frequency apply to the tokens that the answer has
-        `said`.
+        None: any. `penalties` apply to the tokens that the answer has `said`.
         """
 
     def logprobs(self, logits: Any, token: int, top: int) -> list[tuple[int, float]]:

@@ -510,6 +510,7 @@ class Session:
         """Change settings from the next answer on; None is the model's default.
 
         temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty,
+        dry_multiplier (0 or more: keeps an answer from saying a passage of its own again),
         logit_bias (numbers added to logits, by token id), max_new_tokens, min_tokens (no token and
         no stop string ends the answer before), thinking_budget (at so many tokens of thoughts these
         are closed, and the answer begins), only_read (the prompt is read and nothing written),

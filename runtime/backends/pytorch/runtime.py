@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,7 +52,7 @@ from kvcap.runtime.planning.plan import (
 )
 from kvcap.runtime.recall.meaning import Meaning, Vectors
 from kvcap.runtime.recall.settings import index_bytes
-from kvcap.runtime.session import chat_template
+from kvcap.runtime.session import chat_template, settings
 from kvcap.runtime.session import file as session_file
 from kvcap.runtime.session.batch import Batch
 from kvcap.runtime.session.encoding import encode_with
@@ -136,7 +135,7 @@ class Runtime:
     @cached_property
     def generation(self) -> GenerationConfig:
         """Return the model's own settings of generation, with all tokens that end an answer."""
-        found = copy.deepcopy(self.model.generation_config)
+        found = settings.copied(self.model.generation_config)
         return with_ends(self.tokenizer, found, self.model.config.get_text_config(decoder=True))
 
     @property

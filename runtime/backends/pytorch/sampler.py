@@ -28,6 +28,7 @@ from transformers.generation import (
 
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.session import settings
+from kvcap.runtime.session.penalties import penalises, penalties
 from kvcap.runtime.types import NEUTRAL
 
 UNSUPPORTED = {
@@ -61,7 +62,7 @@ class Sampler:
 
     Args:
         config: temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
-            frequency_penalty, logit_bias, do_sample.
+            frequency_penalty, dry_multiplier, logit_bias, do_sample.
         generator: random numbers on the CPU: one seed gives the same on any device.
 
     Settings that are not read, and would change what is drawn, are warned of by name.
@@ -86,13 +87,12 @@ class Sampler:
                 stacklevel=2,
             )
         self.greedy = settings.greedy(config)
-        self.generator = generator
+        self.config, self.generator = config, generator
         self.repetition, self.warpers = _processors(config, self.greedy)
         self.shortlist = _shortlist(config)
         """Says from how many of the likeliest tokens one is drawn; None: from all.
 
         No other token can be drawn by `top_k`."""
-        self.presence, self.frequency = settings.penalties(config)
         biases = settings.biases(config)
         self.biases = (torch.tensor([*biases]), torch.tensor([*biases.values()])) if biases else ()
         """Holds tokens and what is added to their logits."""
@@ -113,7 +113,7 @@ class Sampler:
             history: [B, T], the tokens so far, for a repetition penalty.
             allowed: which of the vocabulary's first tokens may be drawn; others may not. None: any
                 token may.
-            said: the answer's tokens, for penalties of presence and frequency.
+            said: the answer's tokens, to which `penalties` apply.
         """
         if allowed is not None:
             gone = torch.ones(logits.shape[-1], dtype=torch.bool)
@@ -126,10 +126,9 @@ class Sampler:
         if self.biases:
             tokens, more = (_sent(x, logits.device) for x in self.biases)
             scores = scores.index_add(-1, tokens, more.expand(len(scores), -1))
-        if said and (self.presence or self.frequency):
-            tokens, times = torch.tensor(said).unique(return_counts=True)
-            less = _sent(self.presence + self.frequency * times.float(), logits.device)
-            tokens = _sent(tokens, logits.device)
+        if found := penalties(self.config, said):
+            both = torch.tensor([*found]), torch.tensor([*found.values()])
+            tokens, less = (_sent(x, logits.device) for x in both)
             scores = scores.index_add(-1, tokens, -less.expand(len(scores), -1))
         scores = self.repetition(history, scores)
         if self.greedy:
@@ -238,8 +237,8 @@ def _given(config: GenerationConfig, name: str) -> bool:
 
 
 def _recipe(config: GenerationConfig, greedy: bool) -> tuple[float, ...] | None:
-    penalties = _given(config, "repetition_penalty") or any(settings.penalties(config))
-    if penalties or settings.biases(config):
+    penalised = _given(config, "repetition_penalty") or penalises(config)
+    if penalised or settings.biases(config):
         return None
     names = () if greedy else ("temperature", "top_k", "top_p", "min_p")
     return tuple(float(getattr(config, x) if _given(config, x) else NEUTRAL[x]) for x in names)

@@ -395,10 +395,10 @@ def test_an_answer_that_must_call_a_tool_is_held_to_a_call(client, talk, choice)
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_only_allowed_tools_are_offered(client, talk, mode):
     listed = [{"type": "function", "function": {"name": "now"}}]
+    choice: Any = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}}
     client.chat.completions.create(
-        model="pocket", messages=HELLO, tools=[TOOL, OTHER],
-        tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}},
-    )  # fmt: skip
+        model="pocket", messages=HELLO, tools=[TOOL, OTHER], tool_choice=choice
+    )
     assert talk.asked.tools == (OTHER,)
     assert talk.asked.must_call == (mode == "required")
 

@@ -129,7 +129,11 @@ def test_a_version_or_layout_that_was_not_tried_is_refused(
 @pytest.mark.parametrize(
     ("fields", "says", "first"),
     [
-        ({}, "temperature 0.2, top_p 0.9, repetition_penalty 1.05 (it names none;", "0.2"),
+        (
+            {},
+            "temperature 0.2, top_p 0.9, repetition_penalty 1.05, dry_multiplier 0.8 (it names",
+            "0.2",
+        ),
         ({"general.sampling.temp": 0.5}, "temperature 0.5 (its own)", "0.5"),
         ({"general.sampling.temp": 0.0}, "temperature 0 (its own)", "0"),
     ],

@@ -1,0 +1,61 @@
+"""Tests what an answer's own tokens lose, by a plain count and in both samplers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import GenerationConfig
+
+import kvcap
+from kvcap.runtime.backends import numpy_sampler
+from kvcap.runtime.backends.pytorch import sampler
+from kvcap.runtime.session import settings
+from kvcap.runtime.session.penalties import ALLOWED, BASE, LONGEST, penalties
+from kvcap.runtime.types import ModelKind
+
+
+@given(st.lists(st.integers(0, 1), max_size=90), st.sampled_from([0.0, 0.5]))
+def test_dry_is_by_the_longest_passage_that_would_go_on(said: list[int], presence: float) -> None:
+    expected = dict.fromkeys(said, presence) if presence else {}
+    longest = dict[int, int]()
+    for i in range(len(said)):
+        for length in range(ALLOWED, min(i, LONGEST) + 1):
+            if said[i - length : i] == said[-length:]:
+                longest[said[i]] = max(length, longest.get(said[i], 0))
+    for token, length in longest.items():
+        expected[token] = expected.get(token, 0) + 0.8 * BASE ** (length - ALLOWED)
+    config = SimpleNamespace(dry_multiplier=0.8, presence_penalty=presence)
+    assert penalties(config, said) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("again", "dry", "drawn"),
+    [(ALLOWED, 0.8, 9), (ALLOWED, 0, ALLOWED), (ALLOWED - 1, 0.8, ALLOWED - 1)],
+)
+def test_both_samplers_leave_a_passage_that_was_said(again: int, dry: float, drawn: int) -> None:
+    said = [*range(12), *range(again)]
+    logits = np.zeros((1, 16), np.float32)
+    logits[0, again], logits[0, 9] = 1.0, 0.9
+    history = np.array([said])
+    config = settings.copied(GenerationConfig())
+    config.update(dry_multiplier=dry)
+    one: Any = sampler.Sampler(config, torch.Generator())
+    other: Any = numpy_sampler.NumpySampler(
+        numpy_sampler.Generation(dry_multiplier=dry), np.random.default_rng(0)
+    )
+    assert one.next(torch.from_numpy(logits), torch.from_numpy(history), None, said).item() == drawn
+    assert other.next(logits.copy(), history, None, said).item() == drawn
+    assert one.recipe == other.recipe == (None if dry else ())
+
+
+def test_a_chat_by_pytorch_draws_by_all_mild_settings() -> None:
+    """Transformers' settings know no DRY of their own."""
+    runtime = kvcap.Runtime.from_pretrained("pocket", budget_tokens=64)
+    runtime.generation.update(**settings.mild_for(ModelKind("llama", 576)))
+    assert settings.drawn(runtime.session().generation)["dry_multiplier"] == 0.8
