@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from kvcap.policies import Observation, policies
 from kvcap.policies.base import Logits
@@ -53,7 +54,7 @@ def observe(
     )
 
 
-def attention_by_loops(obs: Observation) -> torch.Tensor:
+def attention_by_loops(obs: Observation) -> Tensor:
     """Return attention [B, K, G, w, n] by Python loops and math.exp."""
     batch, kv_heads, n, _ = obs.keys.shape
     group, w = obs.groups, obs.queries.shape[2]
@@ -75,7 +76,24 @@ def attention_by_loops(obs: Observation) -> torch.Tensor:
     return out
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> None:
+def pooled(scores: Tensor, obs: Observation, window: int, kernel: int, pool: str) -> Tensor:
+    """Pool in time by sorting, the window left out: scores [B, K, n] or [B, K, G, n]."""
+    out, positions = scores.clone(), obs.positions
+    for b, k in ((b, k) for b in range(scores.shape[0]) for k in range(scores.shape[1])):
+        older = [j for j in range(scores.shape[-1]) if positions[b, k, j] < obs.num_tokens - window]
+        order = sorted(older, key=lambda j: positions[b, k, j])
+        for place, slot in enumerate(order):
+            near = scores[b, k][..., order[max(0, place - kernel // 2) : place + kernel // 2 + 1]]
+            out[b, k][..., slot] = near.amax(-1) if pool == "max" else near.mean(-1)
+    return out
+
+
+def grouped(scores: Tensor, group: str) -> Tensor:
+    """Reduce the query heads [B, K, G, n] of each KV head to one number."""
+    return {"mean": scores.mean(2), "sum": scores.sum(2), "max": scores.amax(2)}[group]
+
+
+def same(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=1e-5)
 
 

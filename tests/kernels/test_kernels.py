@@ -14,6 +14,7 @@ import pytest
 import torch
 from interpreted import DEVICE, pytestmark  # noqa: F401
 from make import ran
+from observations import grouped, pooled
 from torch import Tensor
 
 from kvcap import kernels
@@ -136,26 +137,13 @@ def exact(policy: Policy, obs: Observation, magnitude: bool = False) -> Tensor:
         weight = p * (along.abs() if magnitude else along)
     if isinstance(policy, TOVA):
         weight = weight[..., -1:, :]
-    heads = {"mean": lambda x: x.mean(2), "sum": lambda x: x.sum(2), "max": lambda x: x.amax(2)}
-    group, cost = heads[policy.group], weight.sum(3)  # [B, K, G, n]
+    cost = weight.sum(3)  # [B, K, G, n]
     if isinstance(policy, SnapKV):
-        return group(pooled(cost, obs, policy))
-    scores = group(cost)
+        cost = pooled(cost, obs, policy.window, policy.kernel, policy.pool)
+    scores = grouped(cost, policy.group)
     if isinstance(policy, DropKV):
-        scores = pooled(scores[:, :, None], obs, policy)[:, :, 0]
+        scores = pooled(scores, obs, policy.window, policy.kernel, policy.pool)
     return scores + obs.state["accumulated"].double() if isinstance(policy, H2O) else scores
-
-
-def pooled(cost: Tensor, obs: Observation, policy: DropKV | SnapKV) -> Tensor:
-    """Over the neighbours in time that exist, the window left out. [B, K, G, n]."""
-    found, reach = cost.clone(), policy.kernel // 2
-    for b, k in torch.cartesian_prod(*map(torch.arange, cost.shape[:2])).view(-1, 2).tolist():
-        places = obs.positions[b, k]
-        order = [j for j in places.argsort().tolist() if places[j] < obs.num_tokens - policy.window]
-        for i, slot in enumerate(order):
-            near = cost[b, k][:, order[max(0, i - reach) : i + reach + 1]]
-            found[b, k, :, slot] = near.amax(-1) if policy.pool == "max" else near.mean(-1)
-    return found
 
 
 def twin(policy: Policy, obs: Observation) -> Tensor:

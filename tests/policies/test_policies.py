@@ -38,32 +38,6 @@ def test_masked_logits_are_finite_and_softcap_applies():
     same(capped.logits, 0.5 * torch.tanh(obs.logits / 0.5))
 
 
-@pytest.mark.parametrize("group", [1, 4])
-def test_tova_h2o_snapkv_are_sums_of_attention(group):
-    obs = observe(group=group)
-    a = attention_by_loops(obs)
-    same(load_policy("tova").policy.score(obs), a[..., -1, :].mean(2))
-    layer = load_policy("tova", across="layer").policy.score(obs)
-    same(layer, a[..., -1, :].mean(2).mean(1, keepdim=True).expand_as(layer))
-    same(load_policy("h2o").policy.update(obs)["accumulated"], a.sum(-2).mean(2))
-    summed = a.sum(-2)  # [B, K, G, n]
-    apart = obs.positions >= obs.num_tokens - 5
-    for pool in ("max", "avg"):
-        policy = load_policy("snapkv", window=5, kernel=3, pool=pool).policy
-        expected = torch.zeros(2, 2, 23, dtype=torch.float64)
-        for b in range(2):
-            for k in range(2):
-                order = obs.positions[b, k].argsort().tolist()
-                order = [slot for slot in order if not apart[b, k, slot]]
-                for place, slot in enumerate(order):
-                    near = order[max(0, place - 1) : place + 2]
-                    for g in range(group):
-                        x = summed[b, k, g, near]
-                        expected[b, k, slot] += (x.max() if pool == "max" else x.mean()) / group
-        expected = torch.where(apart, summed.mean(2), expected)  # as they are: they are pinned
-        same(policy.score(obs), expected)
-
-
 def test_h2o_adds_to_what_was_accumulated():
     obs = observe()
     before = torch.rand(2, 2, 23)
@@ -278,30 +252,59 @@ def test_names_presets_and_nearest():
         load_policy("keydif")
     with pytest.raises(PolicyError, match="did you mean 'anchor'"):
         load_policy("keydiff", anchr="mean")
-    with pytest.raises(PolicyError, match="sink_tokens"):
-        load_policy("keydiff", sinktokens=3)
+    for wrong in ({"sinktokens": 3}, {"sink_tokens": -1}):
+        with pytest.raises(PolicyError, match="sink_tokens"):
+            load_policy("keydiff", **wrong)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("keydiff", {"anchor": "mode"}),
-        ("keydiff", {"metric": "manhattan"}),
-        ("keydiff", {"recent": 1.0}),
-        ("keydiff", {"recent": "much"}),
-        ("streaming_llm", {"sinks": -1}),
-        ("tova", {"across": "model"}),
-        ("h2o", {"recent": -0.1}),
-        ("snapkv", {"window": 0}),
-        ("snapkv", {"kernel": 4}),
-        ("snapkv", {"pool": "sum"}),
-        ("random", {"seed": -1}),
-        ("keydiff", {"sink_tokens": -1}),
-    ],
-)
-def test_bad_options_are_refused_by_name(name, options):
-    with pytest.raises(PolicyError):
-        load_policy(name, **options)
+REFUSED: dict[str, dict[str, list[Any]]] = {  # values of each option that will not work
+    "adakv": {"safeguard": [1.1]},
+    "andpro": {"window": [0], "group": ["all"]},
+    "cake": {
+        "window": [-1], "gamma": [-1], "kernel": [4], "group": ["all"], "tau1": [0], "tau2": [-1],
+        "floor": [1.5],
+    },
+    "capkv": {"tau": [-1, 81], "sinks": [-1], "window": [0]},
+    "compactor": {
+        "blend": [-1], "sketch": [0], "ridge": [0], "chunk": [0], "sinks": [-1], "recent": [-1],
+        "group": ["all"],
+    },
+    "criticalkv": {"alpha": [1.5], "epsilon": [-1e-4]},
+    "cur": {"mode": ["both"], "window": [-1], "sinks": [-1]},
+    "dropkv": {
+        "window": [0], "kernel": [2], "pool": ["sum"], "group": ["median"], "epsilon": [0],
+        "bf16_ratio": ["maybe"],
+    },
+    "duoattention": {"retrieval": [2], "sinks": [-1], "recents": [0]},
+    "expected_attention": {
+        "window": [0], "sinks": [-1], "epsilon": [-0.1, 1.0], "covariance": ["half"],
+    },
+    "h2o": {"recent": [-0.1], "group": ["all"]},
+    "headkv": {"beta": [1.0, 11], "table": [3]},
+    "keydiff": {"anchor": ["mode"], "metric": ["manhattan"], "recent": [1.0, "much"]},
+    "lagkv": {"lag": [1], "sinks": [-1]},
+    "obcache": {"mode": ["both"]},
+    "pyramidkv": {"beta": [0]},
+    "random": {"seed": [-1]},
+    "rkv": {
+        "window": [0], "kernel": [4, 0], "mix": [1.1, math.nan], "threshold": [-0.1],
+        "group": ["all"],
+    },
+    "snapkv": {"window": [0], "kernel": [4], "pool": ["sum"], "group": ["all"]},
+    "streaming_llm": {"sinks": [-1]},
+    "tova": {"across": ["model"], "group": ["all"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "option", "value"), [
+    (name, option, value)
+    for name, options in REFUSED.items()
+    for option, values in options.items()
+    for value in values
+])  # fmt: skip
+def test_bad_options_are_refused_by_name(name, option, value):
+    with pytest.raises(PolicyError, match=f"{name}: {option}={value!r} will not work; expected"):
+        load_policy(name, **{option: value})
 
 
 def test_pins_larger_than_the_budget():

@@ -384,31 +384,6 @@ def test_a_block_loop_keeps_what_lists_keep(name):
         )
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("lagkv", {"lag": 1}),
-        ("lagkv", {"sinks": -1}),
-        ("expected_attention", {"window": 0}),
-        ("expected_attention", {"sinks": -1}),
-        ("expected_attention", {"epsilon": -0.1}),
-        ("expected_attention", {"epsilon": 1.0}),
-        ("expected_attention", {"covariance": "half"}),
-        ("rkv", {"window": 0}),
-        ("rkv", {"kernel": 4}),
-        ("rkv", {"kernel": 0}),
-        ("rkv", {"mix": 1.1}),
-        ("rkv", {"mix": float("nan")}),
-        ("rkv", {"threshold": -0.1}),
-        ("rkv", {"group": "all"}),
-    ],
-)
-def test_bad_options_are_refused_by_name(name, options):
-    ((option, value),) = options.items()
-    with pytest.raises(PolicyError, match=f"^{name}: {option}={value!r} will not work; expected"):
-        load_policy(name, **options)
-
-
 @pytest.mark.parametrize("budget", [16, 17, 40, 300])
 def test_the_cap_wins_over_the_newest_tokens(budget):
     for name, newest in (("lagkv", 0), ("expected_attention", min(32, budget - 16))):

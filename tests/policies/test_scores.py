@@ -9,7 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from observations import attention_by_loops, newer_than_some_queries, observe, same
+from observations import (
+    attention_by_loops,
+    grouped,
+    newer_than_some_queries,
+    observe,
+    pooled,
+    same,
+)
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,22 +61,6 @@ def dot(a: Iterable[float], b: Iterable[float]) -> float:
 
 def distance(a: list[float], b: list[float]) -> float:
     return sum((x - y) ** 2 for x, y in zip(a, b, strict=True))
-
-
-def pooled(scores: Tensor, obs: Observation, window: int, kernel: int, pool: str) -> Tensor:
-    """Pooling in time by sorting, the window left out: [B, K, n] or [B, K, G, n]."""
-    out, positions = scores.clone(), obs.positions
-    for b, k in ((b, k) for b in range(scores.shape[0]) for k in range(scores.shape[1])):
-        older = [j for j in range(scores.shape[-1]) if positions[b, k, j] < obs.num_tokens - window]
-        order = sorted(older, key=lambda j: positions[b, k, j])
-        for place, slot in enumerate(order):
-            near = scores[b, k][..., order[max(0, place - kernel // 2) : place + kernel // 2 + 1]]
-            out[b, k][..., slot] = near.amax(-1) if pool == "max" else near.mean(-1)
-    return out
-
-
-def grouped(scores: Tensor, group: str) -> Tensor:
-    return {"mean": scores.mean(2), "sum": scores.sum(2), "max": scores.amax(2)}[group]
 
 
 def dropkv_term(p: float, z: float, a: list[float], v: list[float]) -> float:
@@ -184,17 +175,23 @@ def test_obcache_value_with_unit_values_is_the_sum_of_squares():
     same(obs.weight, attention_by_loops(obs) ** 2)
 
 
+@pytest.mark.parametrize("obs", SHAPES)
 @pytest.mark.parametrize("group", ["mean", "sum", "max"])
-def test_bases_are_the_attention_saliency_on_their_windows(group):
+def test_bases_are_the_attention_saliency_on_their_windows(obs, group):
     """tova, snapkv and h2o sum `A` over the last query, the window, every query."""
-    obs = observe(group=4)
     a = attention_by_loops(obs)
-    same(load_policy("tova", group=group).policy.score(obs), grouped(a[..., -1, :], group))
+    newest = a[..., -1, :]
+    same(load_policy("tova", group=group).policy.score(obs), grouped(newest, group))
+    of_layer = newest.mean((1, 2), keepdim=True).expand_as(newest)
+    policy = load_policy("tova", group=group, across="layer").policy
+    same(policy.score(obs), grouped(of_layer, group))
     same(
         load_policy("h2o", group=group).policy.update(obs)["accumulated"],
         grouped(a.sum(-2), group),
     )
-    same(load_policy("snapkv", group=group, kernel=1).policy.score(obs), grouped(a.sum(-2), group))
+    for kernel, pool in ((1, "max"), (3, "max"), (3, "avg")):
+        policy = load_policy("snapkv", group=group, window=5, kernel=kernel, pool=pool).policy
+        same(policy.score(obs), grouped(pooled(a.sum(-2), obs, 5, kernel, pool), group))
 
 
 def test_random_hashes_heads_by_their_place():
