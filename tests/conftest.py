@@ -291,6 +291,15 @@ def browser(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield made
 
 
+@pytest.fixture
+def alive() -> Iterator[Any]:
+    """Return the caches and slots that are alive, while the cyclic collector rests."""
+    from alive import watched
+
+    with watched() as found:
+        yield found
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """Return the tokenizer of the built-in model."""

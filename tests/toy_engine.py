@@ -12,14 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import GenerationConfig
 
 from kvcap import pocket
 from kvcap.runtime.backends.numpy_sampler import Generation, NumpySampler
 from kvcap.runtime.backends.onnxruntime.loop import OrtCache, OrtLoop
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.backends.pytorch.runtime import Runtime
+from kvcap.runtime.backends.pytorch.sampler import Sampler
 from kvcap.runtime.cache.layout import PARTS
 from kvcap.runtime.planning.plan import MemoryPlan
+from kvcap.runtime.session import settings
 from kvcap.runtime.session.batch import Batch
 from kvcap.runtime.session.session import Session
 
@@ -154,6 +158,16 @@ def held(session: Any) -> str:
     """Return the text that the cache has read since it was empty, with special tokens."""
     ids = session.read[: session.cache.seen]
     return session.runtime.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def samplers(seed: int = 0, **options: Any) -> tuple[Sampler, NumpySampler]:
+    """Return a sampler of either backend, PyTorch's first, under the same settings."""
+    config = settings.copied(GenerationConfig(top_k=0))
+    config.update(**options)
+    return (
+        Sampler(config, torch.Generator().manual_seed(seed)),
+        NumpySampler(Generation(**options), np.random.default_rng(seed)),
+    )
 
 
 def numpy_scores(sampler: NumpySampler, logits: Any, history: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -204,31 +205,8 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(keydiff, "empty", nan)
 
 
-@pytest.mark.slow(keep=4)
-@each_shape
-@pytest.mark.parametrize("group", ["mean", "max"])
-def test_dropkv(shape, group):
-    obs = observe(shape)
-    if shape.n <= 2:
-        # p = 1 and v = a: the score is rounding over epsilon squared, so any number will do.
-        assert twin(DropKV(kernel=1), obs).isfinite().all()
-        return
-    check(DropKV(kernel=1, group=group), obs)
-
-
-@pytest.mark.slow(keep=5)
-@each_shape
-def test_sums_of_attention(shape):
-    obs = observe(shape)
-    check(SnapKV(kernel=1, group="sum"), obs)
-    check(TOVA(group="max"), obs)
-
-
-WITH_SINKS = [DropKV(kernel=1), AnDPro(), SnapKV(kernel=1), TOVA(group="max"), H2O()]
-
-
 def sunk(obs: Observation) -> Observation:
-    """A sink logit for each query head, far apart; state as H2O has it."""
+    """Give each query head a sink logit, far apart; and state as H2O has it."""
     sinks = torch.linspace(-2, 4, obs.queries.shape[1], device=DEVICE)
     return replace(
         obs,
@@ -237,20 +215,69 @@ def sunk(obs: Observation) -> Observation:
     )
 
 
-@pytest.mark.slow(keep=8)
-@pytest.mark.parametrize("shape", SHAPES[1:8], ids=ids[1:8])
-@pytest.mark.parametrize("policy", WITH_SINKS, ids=lambda policy: type(policy).__name__)
-def test_sink_logits_stand_in_the_denominator(policy, shape):
-    obs = sunk(observe(shape))
-    check(policy, obs)
-    if isinstance(policy, SnapKV):
-        check(policy, replace(obs, saliency=OBCache("joint")))
+def weighed(mode: str) -> Callable[[Observation], Observation]:
+    return lambda obs: replace(obs, saliency=OBCache(mode))
 
 
-@each_shape
-@pytest.mark.parametrize("anchor", ["mean", "unit_mean"])
-def test_keydiff(shape, anchor):
-    check(KeyDiff(anchor=anchor), observe(shape))
+MANY = [
+    Shape(330, w=172, G=3, D=32, K=1), Shape(260, w=140, G=4, D=16, dtype=F32, softcap=5.0),
+    Shape(140, w=86, G=7, D=32, dtype=F16, K=1, B=2),
+]  # fmt: skip
+"""Holds shapes of many queries, whose heads are computed side by side."""
+LONG = Shape(150, D=128)
+SINKS = [DropKV(kernel=1), AnDPro(), SnapKV(kernel=1), TOVA(group="max"), H2O()]
+HALVES, SUMS = [H2O(), H2O(group="max")], [SnapKV(kernel=1, group="sum"), TOVA(group="max")]
+ROWS: list[tuple[str, list[Policy], list[Shape], list[Callable[[Observation], Observation]]]] = [
+    ("dropkv", [DropKV(kernel=1), DropKV(kernel=1, group="max")], SHAPES[2:], []),
+    ("sums of attention", SUMS, SHAPES, []),
+    ("sinks", SINKS, SHAPES[1:8:2], [sunk]),
+    ("sinks", SINKS[:2], SHAPES[2:8:2], [sunk]),
+    ("sinks", SINKS[2:], SHAPES[2:8:2], [sunk]),
+    ("sinks, joint", [SnapKV(kernel=1)], SHAPES[1:8], [sunk, weighed("joint")]),
+    ("keydiff", [KeyDiff(), KeyDiff(anchor="unit_mean")], SHAPES, []),
+    ("value", [SnapKV(kernel=1)], SHAPES[2:5], [weighed("value")]),
+    ("key", [SnapKV(kernel=1)], SHAPES[2:5], [weighed("key")]),
+    ("joint", [SnapKV(kernel=1), TOVA()], SHAPES[2:5], [weighed("joint")]),
+    ("andpro", [AnDPro(group=group) for group in ("mean", "sum", "max")], SHAPES[3:5], []),
+    ("pooled", [DropKV(), DropKV(pool="avg", kernel=5, group="sum")], [Shape(90)], []),
+    ("pooled", [SnapKV(), SnapKV(pool="avg")], [Shape(90)], []),
+    ("pooled", [SnapKV(pool="avg", group="max")], [Shape(90)], []),
+    ("state", [H2O()], [Shape(100, w=70, G=4)], []),
+    ("state, joint", [H2O()], [Shape(100, w=70, G=4)], [weighed("joint")]),
+    ("many queries", HALVES, MANY, [sunk]),
+    ("many queries, joint", HALVES, MANY, [sunk, weighed("joint")]),
+    ("many queries, value", HALVES, MANY, [sunk, weighed("value")]),
+    ("int64", [DropKV()], [LONG, replace(LONG, n=151), replace(LONG, n=152)], [
+        lambda obs: replace(obs, positions=obs.positions.long()),
+    ]),
+    ("whole numbers", [SnapKV(kernel=1)], [Shape(64, D=16, softcap=5.0)], [
+        lambda obs: replace(obs, rule=Logits(1, 5)),
+    ]),
+]  # fmt: skip
+"""Holds policies whose twins are compared, on which shapes, and what is changed of observations."""
+
+
+@pytest.mark.slow(keep=28)
+@pytest.mark.parametrize(("twins", "shape", "changes"), [
+    pytest.param(twins, shape, changes, id=f"{name} {shape.n}x{shape.w}x{shape.G}x{shape.D}")
+    for name, twins, shapes, changes in ROWS for shape in shapes
+])  # fmt: skip
+def test_a_twin_scores_as_its_formula(twins, shape, changes):
+    obs = observe(shape)
+    for change in changes:
+        obs = change(obs)
+    for policy in twins:
+        check(policy, obs)
+
+
+def test_many_queries_are_many():
+    assert all(window.power_of_two(s.G) * s.w > window.MANY_ROWS for s in MANY)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=ids[:2])
+def test_dropkv_of_next_to_no_slots_is_finite(shape):
+    """There p = 1 and v = a: the score is rounding over epsilon squared, so any number will do."""
+    assert twin(DropKV(kernel=1), observe(shape)).isfinite().all()
 
 
 @pytest.mark.slow(keep=1)
@@ -263,32 +290,6 @@ def test_keydiff_with_sums_made_elsewhere(shape):
     torch.testing.assert_close(known, twin(KeyDiff(), obs), rtol=0, atol=2e-6)
     wrong = keydiff.scores(obs.keys, key_sums=-sums)  # they are what is read
     torch.testing.assert_close(wrong, -known, rtol=0, atol=2e-6)
-
-
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("shape", SHAPES[2:5], ids=ids[2:5])
-@pytest.mark.parametrize("mode", ["value", "key", "joint"])
-def test_obcache(shape, mode):
-    obs = replace(observe(shape), saliency=OBCache(mode))
-    check(SnapKV(kernel=1), obs)
-    if mode == "joint":
-        check(TOVA(), obs)
-
-
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("group", ["mean", "sum", "max"])
-@pytest.mark.parametrize("shape", SHAPES[3:5], ids=ids[3:5])
-def test_andpro(shape, group):
-    check(AnDPro(group=group), observe(shape))
-
-
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("policy", [
-    DropKV(), DropKV(pool="avg", kernel=5, group="sum"), SnapKV(), SnapKV(pool="avg"),
-    SnapKV(pool="avg", group="max"),
-])  # fmt: skip
-def test_pooling_in_time(policy):
-    check(policy, observe(Shape(90)))
 
 
 def test_dropkv_with_rounded_attention():
@@ -308,29 +309,6 @@ def test_a_token_that_queries_see_all_but_alone(dtype):
     expected = exact(policy, obs)
     for found in (policy.score(obs), twin(policy, obs)):
         torch.testing.assert_close(found.double(), expected, rtol=4e-2, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("saliency", [None, OBCache("joint")])
-def test_state_of_h2o_over_blocks_of_queries(saliency):
-    obs = observe(Shape(100, w=70, G=4))
-    check(H2O(), replace(obs, saliency=saliency))
-
-
-MANY = [
-    Shape(330, w=172, G=3, D=32, K=1), Shape(260, w=140, G=4, D=16, dtype=F32, softcap=5.0),
-    Shape(140, w=86, G=7, D=32, dtype=F16, K=1, B=2),
-]  # fmt: skip
-
-
-@pytest.mark.slow(keep=2)
-@pytest.mark.parametrize("shape", MANY, ids=lambda shape: f"{shape.G} heads")
-@pytest.mark.parametrize("saliency", [None, OBCache("joint"), OBCache("value")])
-def test_many_queries_of_all_heads_side_by_side(saliency, shape):
-    assert window.power_of_two(shape.G) * shape.w > window.MANY_ROWS
-    obs = sunk(observe(shape))
-    check(H2O(), replace(obs, saliency=saliency))
-    check(H2O(group="max"), replace(obs, saliency=saliency))
 
 
 @pytest.mark.slow(keep=2)
@@ -364,13 +342,6 @@ def test_what_attention_gave_is_scored_as_it_gave_it(mode, group, shape):
     check(TOVA(group=group), told)
     wrong = replace(obs, attended=told.attended + 1)
     assert excess(policy, told, twin(policy, wrong))[0].max() > 10
-
-
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("seed", range(3))
-def test_fresh_inputs_and_int64_positions(seed):
-    obs = observe(Shape(150, D=128), seed)
-    check(DropKV(), replace(obs, positions=obs.positions.long()))
 
 
 def on_the_device(obs: Observation) -> Observation:
@@ -457,12 +428,6 @@ def test_new_lengths_and_strides_run_through_remembered_kernels():
     for n in (64, 65, 64, 130, 65):
         check(DropKV(kernel=1), observe(Shape(n, D=128)))
         check(KeyDiff(), observe(Shape(n, D=128)))
-
-
-def test_whole_numbers_for_floats():
-    obs = observe(Shape(64, D=16, softcap=5.0))
-    check(SnapKV(kernel=1), replace(obs, rule=Logits(0.25)))
-    check(SnapKV(kernel=1), replace(obs, rule=Logits(1, 5)))
 
 
 def unaware(*_: object, **__: object) -> Tensor:

@@ -108,6 +108,21 @@ class Layer:
         order = part[2].argsort()
         return [x[order] for x in part]
 
+    def check(self, evict=rows.evict, seen=SEEN, starts=None):
+        """Check that `evict` leaves what eager code does, in time order, and tells what is left.
+
+        `starts` is where rows are moved to, if they are.
+        """
+        expected = [self.expected(k) for k in range(len(self.lengths))]
+        left = torch.full((len(expected),), -1, dtype=torch.int32, device=DEVICE)
+        more = [] if starts is None else [ints(starts)]
+        evict(self.scores, Pins(0, 0, seen, self.spans), self.moved(), left, self.newer, *more)
+        for k, (tensors, count) in enumerate(expected):
+            held = self.lengths[k] - count
+            assert int(left[k]) == held
+            assert self.newer[0, k].tolist() == [k + count, 3 + count]
+            assert all(map(torch.equal, self.found(k, (starts or self.starts)[k], held), tensors))
+
 
 CASES = [
     ([40, 7, 300, 25], [30, 7, 120, 25], ((0, 0),), ()),
@@ -124,26 +139,11 @@ def test_a_block_evicts_what_each_row_has_too_much(
 ):
     if not at_once:
         monkeypatch.setattr(rows, "MOST_AT_ONCE", 0)
-    layer = Layer(lengths, targets, pins, spans)
-    expected = [layer.expected(k) for k in range(len(lengths))]
-    starts, left = layer.starts, torch.full((len(lengths),), -1, dtype=torch.int32, device=DEVICE)
+    layer, starts = Layer(lengths, targets, pins, spans), None
     if moving:  # to where each has as much room as it needs, and the last one the rest
         kept = [min(n, t) for n, t in zip(lengths, targets, strict=True)]
         starts = [sum(kept[:i]) + i for i in range(len(kept))] + [layer.starts[-1]]
-    rows.evict(
-        layer.scores,
-        Pins(0, 0, SEEN, spans),
-        layer.moved(),
-        left,
-        layer.newer,
-        ints(starts) if moving else None,
-    )
-    for k, (tensors, count) in enumerate(expected):
-        held = lengths[k] - count
-        assert int(left[k]) == held
-        assert layer.newer[0, k].tolist() == [k + count, 3 + count]
-        for one, other in zip(layer.found(k, starts[k], held), tensors, strict=True):
-            assert torch.equal(one, other)
+    layer.check(starts=starts)
 
 
 def test_rows_of_other_layers_in_the_pool_stay_where_they_are():
@@ -167,28 +167,7 @@ def test_rows_of_other_layers_in_the_pool_stay_where_they_are():
                                                   ([2100, 3], [2099, 2])])  # fmt: skip
 def test_a_token_evicts_one_slot_of_the_rows_that_are_full(lengths, targets):
     layer = Layer(lengths, targets, ((1, 2),), ties=False)
-    expected = [layer.expected(k) for k in range(len(lengths))]
-    left = torch.full((len(lengths),), -1, dtype=torch.int32, device=DEVICE)
-    clock = torch.tensor(SEEN, device=DEVICE)
-    rows.evict_one(layer.scores, Pins(0, 0, clock, ()), layer.moved(), left, layer.newer)
-    for k, (tensors, count) in enumerate(expected):
-        held = lengths[k] - count
-        assert int(left[k]) == held
-        assert layer.newer[0, k].tolist() == [k + count, 3 + count]
-        for one, other in zip(layer.found(k, layer.starts[k], held), tensors, strict=True):
-            assert torch.equal(one, other)
-
-
-def same_as_expected(layer, evict=rows.evict, seen=SEEN):
-    """Check that `evict` leaves what eager code does, in time order."""
-    expected = [layer.expected(k) for k in range(len(layer.lengths))]
-    left = torch.full((len(expected),), -1, dtype=torch.int32, device=DEVICE)
-    evict(layer.scores, Pins(0, 0, seen, layer.spans), layer.moved(), left, layer.newer)
-    return all(
-        int(left[k]) == layer.lengths[k] - count
-        and all(map(torch.equal, layer.found(k, layer.starts[k], layer.lengths[k] - count), parts))
-        for k, (parts, count) in enumerate(expected)
-    )
+    layer.check(rows.evict_one, torch.tensor(SEEN, device=DEVICE))
 
 
 def hard_scores(n, g):
@@ -226,7 +205,7 @@ def test_scores_that_are_hard_to_tell_apart(held, count, at_once, monkeypatch):
     for evict in (rows.evict, rows.evict_one)[: 1 + (count == 1)]:
         layer = Layer([held] * len(scores), [held - count] * len(scores))
         layer.scores[0, :, :held] = scores
-        assert same_as_expected(layer, evict)
+        layer.check(evict)
 
 
 WIDE = (torch.int8, torch.float16, torch.bool, torch.float32)
@@ -249,7 +228,7 @@ def test_all_that_may_pin_a_slot_and_all_that_moves_with_it(size, dtype, more, c
         more=more,
     )
     clock = torch.tensor(SEEN, device=DEVICE)
-    assert same_as_expected(layer, rows.evict_one if count == 1 else rows.evict, clock)
+    layer.check(rows.evict_one if count == 1 else rows.evict, clock)
 
 
 @pytest.mark.parametrize("count", [1, 5])
@@ -258,7 +237,7 @@ def test_scores_can_be_a_view(count):
     for scores in (random(1, 1, 50).expand(-1, 3, -1), random(1, 3, 100)[..., ::2]):
         layer = Layer([50] * 3, [50 - count] * 3)
         layer.scores = scores
-        assert same_as_expected(layer, rows.evict_one if count == 1 else rows.evict)
+        layer.check(rows.evict_one if count == 1 else rows.evict)
 
 
 def test_what_is_covered(monkeypatch):

@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import as_cache, small_policy
+from conftest import as_cache
 from families import OLD
 from families import SINKS as FAMILIES
 from families import config_of as tiny_config
 from families import model_of as tiny_model
 from observations import attention_by_loops, observe, same
-from reference import STEPS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -51,12 +50,6 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-4) -> None:
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-def kept(cache: Any) -> dict[int, list[list[int]]]:
-    places = [i for i, layer in enumerate(cache.layers) if layer in cache.capped_layers]
-    held = [layer.segments[0].positions[0] for layer in cache.capped_layers]
-    return {i: [sorted(head.tolist()) for head in x] for i, x in zip(places, held, strict=True)}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_uncapped_calls_give_eagers_logits(family, tokens):
     ids = tokens(60, batch=2)
@@ -75,17 +68,6 @@ def test_low_precision_is_as_near_as_eager(family, tokens):
         cache = kvcap.BudgetCache(model.config, 64, 60)
         got = model(ids, **as_cache(cache)).logits.float()
     assert (got - exact).abs().max() <= 2 * (eager - exact).abs().max()
-
-
-def run(family: str, policy: str, ids: Tensor, device: str) -> Tensor:
-    model = tiny_model(family).to(device)
-    eviction = (
-        small_policy(policy, model.config)
-        if "+" not in policy
-        else kvcap.load_policy(policy, window=4, kernel=3, pool="avg")
-    )
-    loop = BlockLoop(model, kvcap.BudgetCache(model.config, 16, 8, eviction))
-    return torch.cat([loop.read(part.to(device)) for part in [*ids.split(8, 1), *STEPS]])
 
 
 # Rotations ----------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from conftest import as_cache, tiny_model
 from families import config_of, model_of
 from reference import NAME, Setting, run_reference
-from tools import runtime_of
 from torch import Tensor
 
 import kvcap
@@ -31,11 +29,9 @@ from kvcap.runtime.errors import (
     NotExportable,
     PlanInfeasible,
     SessionBroken,
-    SessionFileForeign,
     UnsupportedModel,
 )
 from kvcap.runtime.models.rope import Rotation
-from kvcap.runtime.session.session import Session
 
 WINDOW = 21  # within the block of tokens 18 to 23, which is the first that is read compactly
 BLOCK = 6
@@ -54,11 +50,6 @@ def auto(model: Any, policy: Any = "keydiff", budget: int = 12, **more: Any) -> 
 
 def model_with_window(family: str = "llama", attention: str = "kvcap", **changes: Any) -> Any:
     return tiny_model(family, attention, max_position_embeddings=WINDOW, **changes)
-
-
-def kept(cache: BudgetCache, layer: int) -> list[list[int]]:
-    (store,) = cache.layers[layer].segments
-    return [sorted(head.tolist()) for head in store.positions[0]]
 
 
 # Exactness ----------------------------------------------------------------------------------------
@@ -160,44 +151,6 @@ def test_a_change_that_fails_half_way_is_no_state_to_go_on_from(error, monkeypat
     for start in range(0, 30, BLOCK):
         part = ids[:, start : start + BLOCK]
         assert torch.equal(loop.read(part), fresh.read(part))
-
-
-# What is kept of the state ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("policy", "kind"),
-    [("keydiff", None), ("snapkv", None), ("calidrop", None), ("h2o", "int8")],
-)
-@pytest.mark.parametrize("read", [18, 34])
-def test_sessions_keep_it(policy, kind, read, tokens, tmp_path):
-    model, ids = model_with_window(), tokens(60)
-
-    def runtime_at(budget: int, positions: str = "auto") -> kvcap.Runtime:
-        found = runtime_of(model, policy, budget, positions=positions)
-        found.plan = replace(found.plan, kv_dtype=kind)
-        return found
-
-    runtime = runtime_at(16)
-    session = runtime.session(seed=1)
-    session.loop.prefill(ids[:, :read])
-    session.save(tmp_path / "s")
-    busy = runtime.session()
-    busy.loop.prefill(ids[:, : 54 - read])  # of the other state
-    runtime.restore(busy, tmp_path / "s")
-    assert busy.cache.allocation.compact == (read > WINDOW)
-    loaded = Session.load(runtime, tmp_path / "s")
-    assert loaded.cache.allocation.compact == (read > WINDOW)
-    small = Session.load(runtime_at(12), tmp_path / "s")
-    assert small.cache.allocation.compact == (read > WINDOW)
-    for i in range(read, 40):
-        part = ids[:, i : i + 1]
-        assert torch.equal(loaded.loop.read(part), session.loop.read(part))
-        assert small.loop.read(part).isfinite().all()
-    part = ids[:, 40:46]
-    assert torch.equal(loaded.loop.read(part), session.loop.read(part))
-    with pytest.raises(SessionFileForeign, match="start with --positions auto"):
-        Session.load(runtime_at(16, "compact"), tmp_path / "s")
 
 
 # Sizes --------------------------------------------------------------------------------------------

@@ -32,15 +32,6 @@ def test_random_turns_break_nothing() -> None:
     assert len({row["kv_bytes"] for row in result.rows}) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["h2o", "cake", "calidrop"])
-def test_random_turns_of_other_policies(policy: str, tmp_path: Any) -> None:
-    runtime = Runtime.from_pretrained(policy=policy, budget_tokens=96, block_size=32)
-    walk = Walk(runtime, tmp_path, seed=1)
-    for _ in range(15):
-        walk.step()
-
-
 def twice(session: Any) -> None:
     positions = session.cache.capped_layers[2].segments[0].positions
     positions[..., 0] = positions[..., 1]

@@ -6,7 +6,6 @@ it alone could free would pile up beyond every cap.
 
 from __future__ import annotations
 
-import gc
 import json
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,59 +18,11 @@ import torch
 from conftest import CACHE, as_cache, small_policy, tiny_model
 from families import ELSEWHERE, model_of
 from make import in_python
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import kvcap
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
-from kvcap.runtime.cache.pool import SlotPool
-from kvcap.runtime.errors import KvcapError
 from kvcap.runtime.session.session import Session
-
-
-class Alive:
-    """Counts the caches that were made, and the storages of their slots, which still exist."""
-
-    def __init__(self) -> None:
-        self.made: list[weakref.ref[BudgetCache]] = []
-        self.storages: list[StorageWeakRef] = []
-        self.most = 0  # pools' storages that existed when another was made
-
-    @property
-    def caches(self) -> int:
-        return sum(cache() is not None for cache in self.made)
-
-    @property
-    def buffers(self) -> int:
-        return sum(not storage.expired() for storage in self.storages)
-
-    def none(self) -> None:
-        """Everything that was made is gone."""
-        assert self.made
-        assert self.storages
-        assert (self.caches, self.buffers) == (0, 0)
-
-
-@pytest.fixture
-def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Alive]:
-    """What is alive, while the cyclic collector rests."""
-    found, make, allocate = Alive(), BudgetCache.__init__, SlotPool.__init__
-
-    def made(self: BudgetCache, *args: Any, **options: Any) -> None:
-        make(self, *args, **options)
-        found.made.append(weakref.ref(self))
-
-    def allocated(self: SlotPool, *args: Any, **options: Any) -> None:
-        allocate(self, *args, **options)
-        found.storages += [StorageWeakRef(x.untyped_storage()) for x in self.buffers()]
-        found.most = max(found.most, found.buffers)
-
-    monkeypatch.setattr(BudgetCache, "__init__", made)
-    monkeypatch.setattr(SlotPool, "__init__", allocated)
-    gc.collect()
-    gc.disable()
-    yield found
-    gc.enable()
 
 
 def generate(model: Any, cache: BudgetCache, ids: torch.Tensor, block: int = 8) -> None:
@@ -253,39 +204,10 @@ def answered(runtime: kvcap.Runtime) -> None:
     begun(runtime)
 
 
-def closed(runtime: kvcap.Runtime) -> None:
-    """Stopped half-way."""
-    session = begun(runtime)
-    pieces = session.send("More?")
-    next(pieces)
-    pieces.close()
-
-
 def left_open(runtime: kvcap.Runtime) -> None:
     """Its generator is dropped, and with it, all else."""
     session = begun(runtime)
     next(session.send("More?"))
-
-
-def never_read(runtime: kvcap.Runtime) -> None:
-    begun(runtime).send("More?")
-
-
-def failed(runtime: kvcap.Runtime) -> None:
-    """Ended by an error, which somebody notes."""
-    session = begun(runtime)
-    with failing(runtime.model, after=2):
-        list(session.send("More? " * 20))
-    assert list(session.send("Once more?"))
-
-
-def interrupted(runtime: kvcap.Runtime) -> None:
-    session = begun(runtime)
-    pieces = session.send("More?")
-    next(pieces)
-    with pytest.raises(KeyboardInterrupt):
-        pieces.steps.throw(KeyboardInterrupt)
-    assert session.turn.finish_reason == "interrupted"
 
 
 def held_to_a_schema(runtime: kvcap.Runtime) -> None:
@@ -294,35 +216,8 @@ def held_to_a_schema(runtime: kvcap.Runtime) -> None:
     list(session.send("Which number?"))
 
 
-def refused(runtime: kvcap.Runtime) -> None:
-    session = begun(runtime)
-    session.on_full = "error"
-    with pytest.raises(KvcapError):
-        list(session.send(FACT * 10))
-
-
-def regenerated(runtime: kvcap.Runtime) -> None:
-    session = begun(runtime)
-    list(session.regenerate())
-    session.undo()
-    session.clear()
-    list(session.complete("Once"))
-
-
-USES = [
-    answered,
-    closed,
-    left_open,
-    never_read,
-    failed,
-    interrupted,
-    held_to_a_schema,
-    refused,
-    regenerated,
-]
-
-
-@pytest.mark.parametrize("use", USES)
+# Whatever else a session does: `tests/runtime/session/test_lifecycles.py`.
+@pytest.mark.parametrize("use", [answered, left_open, held_to_a_schema])
 def test_a_session_is_freed_when_it_is_dropped(use, folder, alive):
     runtime = runtime_of(folder)
     for _ in range(2):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 
 import pytest
-import torch
 from conftest import in_turn, small_policy, tiny_model
 from tools import runtime_of
-from toy_engine import tiny
+from toy_engine import session_of, tiny
 
 import kvcap
 from kvcap.policies import policies
@@ -93,100 +91,19 @@ def test_covered():
     assert covered([(0, 4), (2, 6), (8, 9), (8, 9)]) == 7
 
 
-def said(session, text, **options):
-    return "".join(session.send(text, **options))
-
-
-def pinned_text(session):
-    ids = {}
-    for start, stop in session.cache.pinned_spans:
-        ids.update(dict.fromkeys(range(start, stop)))
-    return sorted(ids)
-
-
-def texts_at(session, read):
-    """What was read at the pinned positions."""
-    return session.runtime.tokenizer.decode([read[i] for i in pinned_text(session)])
-
-
-@pytest.fixture
-def session(chat_model):
-    """A session that notes what it reads."""
-    runtime = tiny(chat_model)
-    session = runtime.session("Be kind.", seed=0)
-    session.set_generation(max_new_tokens=6)
-    session.read = []
-    plain = session.loop.read
-
-    def noted(ids, **how):
-        if not session.cache.seen:
-            session.read.clear()
-        session.read.extend(ids[0].tolist())
-        return plain(ids, **how)
-
-    session.loop.read = noted
-    return session
-
-
-def test_messages_and_the_system_prompt(session, tmp_path):
-    session.pin_system = True
-    said(session, "Hello there.")
-    said(session, "The door is blue.", pin=True)
-    for _ in range(6):
-        said(session, "Tell me more about the weather.")
-    held_everywhere(session.cache, session.cache.pinned_spans)
-    assert session.pinned == {2}
-    text = texts_at(session, session.read)
-    assert "Be kind." in text
-    assert "The door is blue." in text
-    assert "Hello" not in text
-    assert "weather" not in text
-    # and the same when everything is read again, where pins lie elsewhere
-    session.cache.reset()
-    said(session, "Well?")
-    text = texts_at(session, session.read)
-    assert "Be kind." in text
-    assert "The door is blue." in text
-    assert "weather" not in text
-    held_everywhere(session.cache, session.cache.pinned_spans)
-    session.save(tmp_path / "s")
-    fork = Session.load(session.runtime, tmp_path / "s")
-    assert fork.cache.pinned_spans == session.cache.pinned_spans
-    assert (fork.pinned, fork.pin_system) == ({2}, True)
-    for _ in range(3):
-        said(fork, "Tell me more about the weather.")
-    held_everywhere(fork.cache, fork.cache.pinned_spans)
-    fork.clear()
-    assert not fork.pinned
-    assert fork.cache.pinned_spans == []
-
-
-def test_a_message_too_long_to_pin(session):
-    said(session, "Hello there.")
-    before = session.cache.seen, list(session.messages)
-    with pytest.raises(PinsTooLarge, match="a head of layer 0 has 64"):
-        said(session, "Remember all this. " * 20, pin=True)
-    assert (session.cache.seen, session.messages, session.pinned) == (*before, set())
-    said(session, "Well?")
-
-
-def test_a_session_with_pins_and_a_smaller_budget(session, tmp_path):
-    said(session, "The door is blue and the key is under the third stone.", pin=True)
+def test_a_session_with_pins_and_a_smaller_budget(chat_model, tmp_path):
+    """What is pinned in sessions: `tests/runtime/session/test_lifecycles.py`."""
+    session = session_of(tiny(chat_model))
+    list(session.send("The door is blue and the key is under the third stone.", pin=True))
     for _ in range(4):
-        said(session, "Tell me more about the weather.")
+        list(session.send("Tell me more about the weather."))
     session.save(tmp_path / "s")
-    runtime, pins = session.runtime, sum(b - a for a, b in session.cache.pinned_spans)
-
-    def with_budget(tokens):
-        settings = replace(runtime.settings, budget_tokens=tokens)
-        plan = kvcap.MemoryPlan.of(runtime.model.config, settings, dtype=torch.float32)
-        return kvcap.Runtime(runtime.model, runtime.tokenizer, plan, settings)
-
-    fork = Session.load(with_budget(pins), tmp_path / "s")
+    pins = sum(b - a for a, b in session.cache.pinned_spans)
+    fork = Session.load(session.runtime.with_budget(pins), tmp_path / "s")
     assert fork.cache.held == pins
     held_everywhere(fork.cache, fork.cache.pinned_spans)
     with pytest.raises(PinsTooLarge, match=f"needs {pins} slots"):
-        Session.load(with_budget(pins - 1), tmp_path / "s")
+        Session.load(session.runtime.with_budget(pins - 1), tmp_path / "s")
 
 
 def test_a_warning_once_beyond_the_trained_length(tokens):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,67 +67,31 @@ def say(session: Session, text: str = LONG) -> Session:
     return session
 
 
-def cleared(session: Session, _: Path) -> Session:
-    session.clear()
-    return say(session)
-
-
-def undone(session: Session, _: Path) -> Session:
-    say(session, "And then?")
-    session.undo()
-    session.undo()
-    assert not session.messages
-    return say(session)
-
-
-def again(session: Session, _: Path) -> Session:
-    list(session.regenerate())
-    return session
-
-
-def loaded(session: Session, folder: Path) -> Session:
-    session.save(folder / "s")
-    return say(Session.load(session.runtime, folder / "s"))
-
-
-def restored(session: Session, folder: Path) -> Session:
-    session.save(folder / "s")
-    session.clear()
-    session.system = None
-    say(session, "Another conversation.")
-    session.restore(folder / "s")
-    return say(session)
-
-
-def recalled(session: Session, _: Path) -> Session:
+def recalled(session: Session) -> Session:
     """A passage is read again behind the beginning, never in front of it."""
     say(session, OTHERS)
     return say(session, "What is the code for the blue door?")
 
 
-def of_another_system_prompt(session: Session, _: Path) -> Session:
+def of_another_system_prompt(session: Session) -> Session:
     chat = Chat(session, Output(quiet=True))
     chat.run_script(["/system You sell bread.", OTHERS])
     assert session.system != SYSTEM
     return session
 
 
-def pinned(session: Session, _: Path) -> Session:
-    list(session.send("The cat is grey.", pin=True))
-    return say(session)
-
-
 WAYS = {
-    "said": lambda session, _: session, "said twice": lambda session, _: say(session),
-    "cleared": cleared, "undone": undone, "again": again, "loaded": loaded, "restored": restored,
-    "recalled": recalled, "another system prompt": of_another_system_prompt, "pinned": pinned,
-}  # fmt: skip
+    "said": lambda session: session,
+    "recalled": recalled,
+    "another system prompt": of_another_system_prompt,
+}
 
 
+# Of what else a conversation goes through: `test_lifecycles.py`.
 @pytest.mark.parametrize("backend", ["torch", pytest.param("onnxruntime", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_first_tokens_of_the_conversation_stay(way, backend, runtimes, tmp_path):
-    assert first_kept(WAYS[way](say(session_of(runtimes(backend, None))), tmp_path))
+def test_the_first_tokens_of_the_conversation_stay(way, backend, runtimes):
+    assert first_kept(WAYS[way](say(session_of(runtimes(backend, None)))))
 
 
 @pytest.mark.parametrize("sinks", [None, 0])

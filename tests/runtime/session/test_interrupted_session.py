@@ -77,60 +77,6 @@ def goes_on(session: Any) -> None:
     sound(session)
 
 
-BLOCKS = range(1, 4)
-
-
-@pytest.mark.parametrize("blocks", BLOCKS)
-def test_a_message_stopped_at_any_block(session, blocks):
-    seen, text = session.cache.seen, held(session)
-    stopping(session, blocks)
-    interrupted(lambda: session.send(LONG))
-    assert session.turn.finish_reason == "interrupted"
-    assert session.turn.read_tokens == blocks * BLOCK == session.cache.seen - seen
-    assert session.turn.prompt_tokens > session.turn.read_tokens
-    assert session.turn.completion_tokens == 0
-    assert f"stopped after {blocks * BLOCK} of" in session.notice
-    assert held(session).startswith(text)
-    assert [m["content"] for m in session.messages[2:]] == [LONG, ""]
-    sound(session)
-    goes_on(session)
-
-
-@pytest.mark.parametrize("blocks", range(1, 4))
-def test_another_answer_stopped_while_it_is_read_keeps_the_former(session, blocks):
-    list(session.send(LONG, pin=False))
-    before = copy.deepcopy(session.messages)
-    stopping(session, blocks)
-    interrupted(session.regenerate)
-    assert session.messages == before
-    assert session.cache.seen == 0
-    assert "the former one stays" in session.notice
-    assert "read again" in session.notice
-    goes_on(session)
-
-
-def test_another_answer_that_has_begun_takes_the_place_of_the_former(session):
-    stream = session.regenerate()
-    said = next(stream)
-    stream.close()
-    assert session.messages[-1] == {"role": "assistant", "content": said}
-    assert session.turn.finish_reason == "interrupted"
-    assert session.notice is None
-    sound(session)
-
-
-@pytest.mark.parametrize("blocks", range(1, 3))
-def test_a_conversation_stopped_while_it_is_read_again_is_read_again(session, blocks):
-    list(session.send(LONG))
-    session.cache.reset()
-    stopping(session, blocks)
-    interrupted(lambda: session.send("More."))
-    assert session.cache.seen == 0
-    assert "read again" in session.notice
-    assert [m["content"] for m in session.messages[4:]] == ["More.", ""]
-    goes_on(session)
-
-
 def test_a_message_stopped_while_all_is_read_anew_for_it_is_taken_back(runtime):
     """It needs another beginning, as with other options of the chat template."""
     plain = runtime.tokenizer
@@ -149,59 +95,6 @@ def test_a_message_stopped_while_all_is_read_anew_for_it_is_taken_back(runtime):
         goes_on(session)
     finally:
         runtime.tokenizer = plain
-
-
-def test_a_message_of_which_nothing_was_read_is_taken_back(session, monkeypatch):
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before, seen = copy.deepcopy(session.messages), session.cache.seen
-    with monkeypatch.context() as patched:
-        patched.setattr(session.loop, "blocks", stop)
-        interrupted(lambda: session.send(LONG, pin=True))
-    assert (session.messages, session.cache.seen, session.pinned) == (before, seen, set())
-    assert "taken back" in session.notice
-    goes_on(session)
-
-
-@pytest.mark.parametrize("error", [MemoryCapExceeded, RuntimeError])
-@pytest.mark.parametrize("blocks", [1, 3])
-def test_a_message_that_fails_while_it_is_read_is_taken_back(session, error, blocks):
-    before = copy.deepcopy(session.messages)
-    stopping(session, blocks, error)
-    interrupted(lambda: session.send(LONG, pin=True), error)
-    assert (session.messages, session.pinned, session.cache.seen) == (before, set(), 0)
-    assert session.turn.finish_reason == ("cap" if error is MemoryCapExceeded else "error")
-    assert "taken back" in session.notice
-    goes_on(session)
-
-
-def test_an_answer_that_fails_is_kept_and_read_again(session, monkeypatch):
-    stream = session.send("Tell me more.")
-    said = next(stream)
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("lost")
-
-    monkeypatch.setattr(session.loop, "read", fail)
-    with pytest.raises(RuntimeError):
-        list(stream)
-    monkeypatch.undo()
-    assert session.messages[-1]["content"].startswith(said)
-    assert session.cache.seen == 0
-    assert session.turn.finish_reason == "error"
-    goes_on(session)
-
-
-def test_a_text_stopped_while_it_is_read(runtime):
-    session = session_of(runtime)
-    stopping(session, 2)
-    interrupted(lambda: session.complete(LONG))
-    assert session.cache.seen == 2 * BLOCK
-    assert session.messages == []
-    assert "stopped after 32 of" in session.notice
-    list(session.complete(" and so on"))
-    assert session.notice is None
 
 
 EMPTIED: list[Callable[[Any], Any]] = [
@@ -229,12 +122,6 @@ def test_a_token_that_was_not_read_goes_with_its_cache(runtime, empty):
     assert session.cache.seen == 2 * BLOCK
     assert session._unread == []
     assert session.conversation["unread"] == []
-
-
-def test_a_token_that_was_not_read_is_read_first(session):
-    (token,), seen = session._unread, session.cache.seen
-    list(session.send("And you?"))
-    assert session.read[seen] == token
 
 
 @pytest.mark.parametrize(("unread", "since", "left"), [([7], 0, [7]), ([7], 5, []), ([], 3, [])])
@@ -288,30 +175,6 @@ def test_ctrl_c_at_any_line_of_a_session_leaves_a_conversation(runtime):
             sound(session)
             stop = 0
             goes_on(session)
-
-
-def test_what_is_never_read_changes_nothing(session):
-    def state() -> Any:
-        said = copy.deepcopy(session.conversation)
-        return (
-            said,
-            session.cache.seen,
-            list(session.cache.pinned_spans),
-            session.turn,
-            held(session),
-        )
-
-    session.pinned = {0}
-    before = state()
-    for call in (
-        lambda: session.send("Hello!", pin=True),
-        lambda: session.complete("Hello!"),
-        session.regenerate,
-    ):
-        stream = call()
-        assert state() == before
-        stream.close()
-        assert state() == before
 
 
 def test_refusals_are_the_calls(runtime):
@@ -375,18 +238,3 @@ def test_an_answer_that_nobody_reads_on_ends_where_another_begins(runtime):
     third.close()
     assert session.messages == []
     assert session.cache.seen == 0
-
-
-def test_the_last_message_can_be_taken_back(session):
-    first = copy.deepcopy(session.messages)
-    list(session.send("It is cold.", pin=True))
-    assert session.pinned == {2}
-    assert session.undo() == "It is cold."
-    assert (session.messages, session.pinned, session.cache.seen) == (first, set(), 0)
-    assert session.turn is None
-    goes_on(session)
-    for text in ("And now?", "Hi, I am Ada."):
-        assert session.undo() == text
-    assert session.messages == []
-    with pytest.raises(EmptyPrompt):
-        session.undo()

@@ -1,19 +1,31 @@
-"""Lives of sessions: whatever was said and taken back before, a file of one goes on.
+"""Lives of sessions, as one state machine: whatever was said, cut short, taken back or forgotten.
 
-Each is lived twice: in one session, and in one that is saved and loaded on the way. Both must keep
-the same tokens and say the same.
+Each life is lived twice: by a session that is saved and loaded on the way, and by one that never
+is. Both must keep the same tokens and say the same, and what their messages become is foretold
+here. A life ends with all memory freed.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
+from alive import Alive
 from conftest import in_turn, small_policy, tiny_model
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import run_state_machine_as_test as lived
 from tools import tiny_decoder
+from toy_engine import ToyEngine
 from transformers import AutoTokenizer
 
 import kvcap
@@ -22,50 +34,395 @@ from kvcap.policies import policies
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
 from kvcap.runtime.cache.query_window import QueryWindow
 from kvcap.runtime.cache.settings import CacheSettings
-from kvcap.runtime.errors import KvcapError
+from kvcap.runtime.errors import (
+    EmptyPrompt,
+    KvcapError,
+    MemoryCapExceeded,
+    PinsTooLarge,
+    SessionFileError,
+)
 from kvcap.runtime.planning.plan import MemoryPlan
+from kvcap.runtime.session.messages import render, system_message
 from kvcap.runtime.session.session import Session
 
 LONG = "Hello there, how are you today? I am well, and it is a fine day by the sea. " * 2
+TEXTS: dict[str, str] = {"long": LONG, "short": "Hi.", "empty": " \n"}
+BLOCK, BUDGET, ROOMY = 16, 32, 400
 WAYS: list[tuple[Any, ...]] = [
     ("compact", None, 1), ("true", None, 1), ("auto", None, 8), ("compact", "int8", 1),
     ("auto", "int8-int4", 1), ("true", "int8", 8), ("compact", "int4", 8),
 ]  # fmt: skip
 """Positions, slot formats, and after how many tokens an answer evicts."""
-WINDOW = 12  # more queries than there are in a short message
-ACTS = [
-    "long",
-    "short",
-    "pinned",
-    "clear",
-    "undo",
-    "regenerate",
-    "begin",
-    "save",
-    "load",
-    "restore",
-]
-LIVES = st.lists(st.sampled_from(ACTS), max_size=7)
 # What a window, a store or a mean has of a conversation that is forgotten is not the next one's.
 HARD = [
-    "long",
-    "clear",
-    "short",
-    "load",
-    "long",
-    "undo",
-    "restore",
-    "short",
-    "begin",
-    "short",
-    "load",
-    "pinned",
-    "regenerate",
-    "load",
-]
+    "send long", "clear", "send", "load", "send long", "undo", "load over", "send", "begin_anew",
+    "send", "load", "send_pinned", "regenerate", "load", "send",
+]  # fmt: skip
+WINDOW = 12  # more queries than there are in a short message
 few = settings(
     derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
+
+
+class Lost(Exception):
+    """A failure of the machine."""
+
+
+ENDINGS: list[dict[str, Any]] = [
+    *[{}] * 6,
+    *({"pieces": count} for count in range(3)),
+    *({"pieces": 1, "loses": True} for _ in range(2)),
+    *({"blocks": count, "error": KeyboardInterrupt} for count in (0, 1, 1, 2, 3)),
+    *({"blocks": count, "error": MemoryCapExceeded} for count in (0, 1, 2)),
+    *({"blocks": count, "error": Lost} for count in (0, 1, 2)),
+]
+"""Arguments of `attempt`: how an answer ends, most often by itself."""
+ENDS = st.sampled_from(ENDINGS)
+
+
+class Life(RuleBasedStateMachine):
+    """A life of a session that is saved and loaded, beside one that never is."""
+
+    runtimes: tuple[Any, ...]  # these are set by whoever runs it
+    folder: Path
+    alive: Alive | None
+    runtime: Any
+    born: tuple[int, int] = (0, 0)
+
+    @initialize(number=st.integers(0, 99))
+    def begin(self, number: int = 0) -> None:
+        self.runtime = self.runtimes[number % len(self.runtimes)]
+        self.born = (0, 0) if self.alive is None else self.alive.count
+        self.begin_anew()
+
+    def begin_anew(self, system: str | None = None, pin: bool = False) -> None:
+        """Begin with what memory the sessions that end here leave."""
+        self.end()
+        self.one, self.other = begun(self.runtime, system), begun(self.runtime, system)
+        self.one.pin_system = self.other.pin_system = pin
+        self.said, self.pinned = list[dict[str, Any]](), set[int]()
+
+    def end(self) -> None:
+        self.one = self.other = None  # type: ignore[assignment]
+        if self.alive is not None:  # of caches of other lives, errors may still hold some
+            assert not any(self.alive.since(*self.born))
+
+    teardown = end
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "s"
+
+    def both(self, act: Callable[[Session], Any]) -> Any:
+        """Do something in both sessions; return what came of it, which is the same."""
+        done = [act(session) for session in (self.one, self.other)]
+        assert done[0] == done[1]
+        return done[0]
+
+    # What is said ---------------------------------------------------------------------------------
+
+    @rule(text=st.sampled_from(["long", "short"]), end=ENDS)
+    def send(self, text: str = "short", pin: bool = False, end: Any = MappingProxyType({})) -> None:
+        message = {"role": "user", "content": TEXTS[text]}
+        self.answered(lambda session: session.send(TEXTS[text], pin=pin), [message], pin, **end)
+
+    @rule(text=st.sampled_from([*TEXTS]), end=ENDS)
+    def send_pinned(self, text: str = "short", end: Any = MappingProxyType({})) -> None:
+        self.send(text, True, end)
+
+    @rule(again=st.booleans(), end=ENDS)
+    def regenerate(self, again: bool = True, end: Any = MappingProxyType({})) -> None:
+        """Answer the last message again, or a text that is none."""
+        if again:
+            self.answered(lambda session: session.regenerate(), None, False, **end)
+        else:
+            self.answered(lambda session: session.complete(" And so on"), [], False, **end)
+
+    def answered(
+        self,
+        call: Callable[[Session], Iterator[str]],
+        new: list[dict[str, Any]] | None,
+        pin: bool,
+        **end: Any,
+    ) -> None:
+        """Take an answer in both sessions, to its end or not, and say what messages are then.
+
+        `new` messages are added; None: the last answer is made again; []: the text is no message.
+        """
+        before, seen, unread = self.state(), self.other.cache.seen, self.other._unread
+        read, evicted = self.other.read_ids, self.other.stats.evicted_tokens * (new is not None)
+        refused, pieces, error = self.both(lambda session: attempt(session, call, **end))
+        if refused or end.get("pieces") == 0:
+            assert self.state() == before
+            return
+        turn, notice = self.other.turn, self.other.notice
+        whole = turn.read_tokens == turn.prompt_tokens
+        stopped = error == "KeyboardInterrupt" or turn.finish_reason == "interrupted"
+        failed = bool(error) and not stopped
+        text, anew = "".join(pieces), new is None
+        reason = {"Lost": "error", "MemoryCapExceeded": "cap"}
+        assert error is None or turn.finish_reason == reason.get(error, "interrupted")
+        if new == []:
+            forgotten = turn.finish_reason == "error"
+        elif anew and not text and error:
+            forgotten = True
+            assert "the former one stays; the conversation is read again" in notice
+        elif not whole and (failed or not turn.read_tokens):
+            forgotten = turn.read_tokens > 0 or error == "Lost"
+            assert "the message was not read and is taken back" in notice
+        else:
+            asked = self.unanswered() if anew else [*self.said, *(new or [])]
+            if pin:
+                self.pinned |= set(range(len(self.said), len(asked)))
+            forgotten = turn.finish_reason == "error" or (
+                not whole and (anew or (not seen and bool(self.said)))
+            )
+            answer = self.other.messages[-1]["content"]
+            assert answer.startswith(text)
+            assert answer == text or error
+            self.said = [*asked, {"role": "assistant", "content": answer}]
+        if forgotten:
+            assert self.other.cache.seen == 0
+            return
+        if stopped and not whole:
+            assert self.other.cache.seen == seen * (not anew) + turn.read_tokens
+            told = f"stopped after {turn.read_tokens:,} of {turn.prompt_tokens:,} tokens"
+            assert turn.read_tokens == 0 or notice == f"{told}; the rest was not read"
+        elif not error:
+            assert notice is None
+            assert turn.evicted_tokens == self.other.stats.evicted_tokens - evicted
+        if seen and not anew and turn.read_tokens:
+            assert self.other.read_ids[: seen + len(unread)] == read + unread
+        elif whole and new:
+            self.is_read_from_its_beginning(turn.prompt_tokens)
+        if whole and pin:
+            self.pins_the_message()
+
+    def pins_the_message(self) -> None:
+        """Assert that the pinned tokens have the text of all pinned messages that were read."""
+        session = self.other
+        pins = [i for span in session.cache.pinned_spans for i in range(*span)]
+        backend = session.runtime.tokenizer.backend_tokenizer
+        text = backend.decode([session.read_ids[i] for i in pins])
+        assert self.said[-2]["content"].strip() in text
+        assert ("Be kind." in text) == (session.pin_system and session.system is not None)
+
+    def unanswered(self) -> list[dict[str, Any]]:
+        """Return the messages without the last answer."""
+        return self.said[: max(i + 1 for i, m in enumerate(self.said) if m["role"] == "user")]
+
+    def is_read_from_its_beginning(self, tokens: int) -> None:
+        """Assert that the cache has read the conversation as it is written, and nothing before."""
+        session = self.other
+        recalled = {i for span in session.recall.spans for i in range(*span)}
+        ids = [x for i, x in enumerate(session.read_ids[:tokens]) if i not in recalled]
+        messages = [*system_message(session.system), *self.said[:-1]]
+        assert ids == session.encode(render(session.runtime.tokenizer, messages))
+
+    # What is taken back or forgotten --------------------------------------------------------------
+
+    @rule()
+    def undo(self) -> None:
+        if not self.said:
+            for session in (self.one, self.other):
+                with pytest.raises(EmptyPrompt, match="nothing to take back"):
+                    session.undo()
+            return
+        *self.said, last = self.unanswered()
+        assert self.both(lambda session: session.undo()) == last["content"]
+        self.pinned = {index for index in self.pinned if index < len(self.said)}
+        assert self.other.cache.seen == 0
+
+    @rule(
+        new=st.booleans(), system=st.sampled_from([None, "Be kind."]), pin=st.booleans(),
+        full=st.sampled_from(["evict", "evict", "stop", "error"]),
+    )  # fmt: skip
+    def forget(self, new: bool, system: str | None, pin: bool, full: Any) -> None:
+        """Clear the conversation or begin a new session, and say what to do where it is full."""
+        if new:
+            self.begin_anew(system, pin)
+        else:
+            self.clear()
+        self.one.on_full = self.other.on_full = full
+
+    def clear(self) -> None:
+        self.both(lambda session: session.clear())
+        self.said, self.pinned = [], set()
+        assert (self.other.cache.seen, self.other._unread) == (0, [])
+
+    # Files ----------------------------------------------------------------------------------------
+
+    def saves(self) -> bool:
+        return not isinstance(self.runtime, ToyEngine)
+
+    @precondition(saves)
+    @rule(over=st.booleans(), odd=st.booleans())
+    def load(self, over: bool | str = False, odd: bool = False) -> None:
+        """Go on from a file, `over` another conversation; of an `odd` one nothing is taken."""
+        full = self.one.on_full
+        self.one.save(self.path)
+        if odd:
+            bad = self.folder / "bad"
+            bad.write_bytes(self.path.read_bytes()[:-9])
+            with pytest.raises(SessionFileError):
+                self.one.restore(bad)
+            return
+        if over:
+            self.one = begun(self.runtime)
+            attempt(self.one, lambda session: session.send(LONG))
+            self.one.restore(self.path)
+        else:
+            del self.one
+            self.one = Session.load(self.runtime, self.path)
+        self.one.on_full = full
+        assert self.one.stats == replace(self.other.stats, turn=None)
+
+    @precondition(
+        lambda self: hasattr(self.runtime, "with_policy") and self.runtime.plan.policy != "full"
+    )
+    @rule(budget=st.sampled_from([BUDGET - 8, ROOMY]))
+    def branch(self, budget: int = BUDGET - 8) -> None:
+        """Go on in a cache of another size, of which the session itself knows nothing."""
+        self.one.save(self.path)
+        runtime = self.runtime.with_budget(budget)
+        try:
+            branch = Session.load(runtime, self.path)
+        except PinsTooLarge:
+            return
+        for _ in range(2):
+            sound(branch, runtime)
+            attempt(branch, lambda session: session.send("Hi."))
+
+    # What holds -----------------------------------------------------------------------------------
+
+    def state(self) -> Any:
+        return self.both(holds)
+
+    @invariant()
+    def is_sound(self) -> None:
+        """Hold both to the messages that are foretold, to each other, and to their cap."""
+        assert self.other.messages == self.said
+        assert self.other.pinned == self.pinned
+        self.state()
+        sound(self.one, self.runtime)
+        if not isinstance(self.runtime, ToyEngine):
+            self.keeps_its_first_tokens()
+
+    def keeps_its_first_tokens(self) -> None:
+        cache = self.one.cache
+        count = 0 if cache.pinned_spans else min(cache.sinks, cache.seen)
+        for layer in cache.kept_tokens():
+            assert all({*range(count)} <= set(head.tolist()) for head in layer.heads)
+
+    @precondition(lambda self: self.other.cache.seen == self.other.cache.held > 0 and self.saves())
+    @rule()
+    def is_as_one_that_read_it_at_once(self) -> None:
+        """Where all fits, the logits are those of a fresh cache; and a copy goes on by itself."""
+        fresh, copy = self.runtime.loop(), self.runtime.loop()
+        ids = torch.tensor([self.other.read_ids])
+        fresh.prefill(ids)
+        copy.go_on_from(self.one.loop.copied())
+        torch.testing.assert_close(
+            *(loop.read(ids[:, :1]) for loop in (fresh, copy)), rtol=1e-3, atol=1e-3
+        )
+
+
+def attempt(
+    session: Session,
+    call: Callable[[Session], Iterator[str]],
+    blocks: int | None = None,
+    pieces: int | None = None,
+    loses: bool = False,
+    error: type[BaseException] = KeyboardInterrupt,
+) -> tuple[bool, list[str], str | None]:
+    """Return whether an answer is refused at once, what is taken of it, and the error that ends it.
+
+    Args:
+        session: answers.
+        call: begins the answer.
+        blocks: of the prompt, after which reading ends by the error; None: all are read.
+        pieces: of the answer, after which it is closed; None: all are taken.
+        loses: the model fails after those pieces instead.
+        error: the kind of the error that ends the reading.
+    """
+
+    def stop(done: int, total: int) -> None:
+        if blocks is not None and done >= blocks * BLOCK:
+            raise error
+
+    found, begun, model = list[str](), False, getattr(session.runtime, "model", None)
+    # The last layer fails, when others have read the token already.
+    part = (session.loop, "read") if model is None else (model.model.layers[-1].mlp, "forward")
+    session.on_block = stop
+    try:
+        stream = call(session)
+        begun = True
+        with failing(session.loop, "blocks", error) if blocks == 0 else nullcontext():
+            found += islice(stream, pieces)
+        if loses and pieces:
+            with failing(*part, Lost):
+                found += stream
+        stream.close()  # type: ignore[attr-defined]
+    except (KvcapError, Lost, KeyboardInterrupt) as caught:
+        return not begun, found, type(caught).__name__
+    finally:
+        session.on_block = None
+    return False, found, None
+
+
+@contextmanager
+def failing(thing: Any, name: str, error: type[BaseException]) -> Iterator[None]:
+    """Let a function raise an error meanwhile."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(thing, name, fail)
+        yield
+
+
+def begun(runtime: Any, system: str | None = None) -> Session:
+    session: Session = runtime.session(system, seed=3)
+    session.set_generation(max_new_tokens=3, temperature=0.8)
+    return session
+
+
+def say(session: Session, text: str) -> str:
+    return "".join(session.send(TEXTS[text]))
+
+
+def holds(session: Session) -> Any:
+    """Return the tokens that each head holds, those that were read, and the conversation."""
+    kept = [
+        [sorted(head.tolist()) for head in layer.heads] for layer in session.cache.kept_tokens()
+    ]
+    return kept, session.cache.seen, session.read_ids, session.conversation
+
+
+def sound(session: Session, runtime: Any) -> None:
+    """Assert what is true of any session in which no answer is being written."""
+    cache, stats = session.cache, session.stats
+    roles = [message["role"] for message in session.messages]
+    assert roles == ["user", "assistant"] * (len(roles) // 2)
+    assert getattr(cache, "consistent", True)
+    assert stats.bytes <= stats.peak_bytes == cache.nbytes <= stats.cap_bytes == runtime.cap_bytes
+    assert stats.held_tokens <= runtime.plan.budget_tokens
+    assert stats.held_tokens + stats.waiting_tokens + stats.evicted_tokens == stats.seen_tokens
+    json.dumps(session.conversation)
+    json.dumps(stats.as_dict())
+    pinned = {i for start, stop in cache.pinned_spans for i in range(start, min(stop, cache.seen))}
+    for layer in cache.kept_tokens():
+        for head in layer.heads:
+            assert len({*head.tolist()}) == len(head)
+            assert {*head.tolist()} <= {*range(cache.seen)}
+            assert isinstance(runtime, ToyEngine) or pinned <= {*head.tolist()}
+
+
+def lives_of(folder: Path, *runtimes: Any, alive: Alive | None = None) -> type[Life]:
+    """Return the lives that sessions of some runtimes may have."""
+    given = {"runtimes": runtimes, "folder": folder, "alive": alive}
+    return type("LifeOfThese", (Life,), given)
 
 
 @pytest.fixture(scope="module")
@@ -77,68 +434,21 @@ def parts() -> tuple[Any, Any]:
 
 
 def runtime_of(
-    parts: tuple[Any, Any], policy: str, positions: Any, kv_dtype: Any, every: int
+    parts: tuple[Any, Any],
+    policy: str,
+    positions: Any = "compact",
+    kv_dtype: Any = None,
+    every: int = 1,
+    budget: int = BUDGET,
 ) -> kvcap.Runtime:
     model, tokenizer = parts
     eviction = small_policy(policy, model.config, window=WINDOW)
-    budget = 72 if policy == "full" else 32
     if eviction.corrector is not None:
         kv_dtype = None  # it keeps evicted tokens beside the slots, which are not quantised then
-    settings = CacheSettings(budget, 32, eviction, positions, every, kv_dtype)
+    budget = 72 if policy == "full" else budget
+    settings = CacheSettings(budget, BLOCK, eviction, positions, every, kv_dtype)
     plan = MemoryPlan.of(model.config, settings, dtype=model.dtype)
     return kvcap.Runtime(model, tokenizer, plan, settings, name="tiny")
-
-
-def begun(runtime: Any) -> Session:
-    """A new session, which may have the memory of one that ended."""
-    session: Session = runtime.session(seed=3)
-    session.set_generation(max_new_tokens=3, temperature=0.8)
-    return session
-
-
-def said(session: Session, what: str) -> str:
-    """What a session answers, or by which error it refuses."""
-    try:
-        if what == "regenerate":
-            return "".join(session.regenerate())
-        if what == "undo":
-            return session.undo()
-        text = LONG if what == "long" else "Hi."
-        return "".join(session.send(text, pin=what == "pinned"))
-    except KvcapError as error:
-        return repr(error)
-
-
-def holds(session: Session) -> Any:
-    """The tokens that each head holds, those that were read, and the conversation."""
-    kept = [
-        [sorted(head.tolist()) for head in layer.heads] for layer in session.cache.kept_tokens()
-    ]
-    return kept, session.cache.seen, session.read_ids, session.conversation
-
-
-def live(runtime: Any, life: list[str], path: Path) -> None:
-    """Live it, and go on a little."""
-    one, never_saved = begun(runtime), begun(runtime)
-    for act in [*life, "save", "load", "short"]:
-        if act == "clear":
-            one.clear(), never_saved.clear()
-        elif act == "begin":  # the memory of the former is that of the next
-            del one, never_saved
-            one, never_saved = begun(runtime), begun(runtime)
-        elif act == "save":
-            one.save(path)
-        elif act == "load":
-            one.save(path)
-            one = Session.load(runtime, path)
-        elif act == "restore":  # over a conversation of its own
-            one.save(path)
-            one = begun(runtime)
-            said(one, "long")
-            one.restore(path)
-        else:
-            assert said(one, act) == said(never_saved, act)
-        assert holds(one) == holds(never_saved)
 
 
 each_policy = pytest.mark.parametrize(
@@ -149,8 +459,15 @@ beyond = pytest.mark.filterwarnings("ignore:position .* is beyond")
 
 @beyond
 @each_policy
-def test_a_saved_session_is_one_that_never_was(policy, positions, kv_dtype, every, parts, tmp_path):
-    live(runtime_of(parts, policy, positions, kv_dtype, every), HARD, tmp_path / "s")
+def test_a_hard_life(policy, positions, kv_dtype, every, parts, tmp_path, alive):
+    runtime = runtime_of(parts, policy, positions, kv_dtype, every)
+    life = lives_of(tmp_path, runtime, alive=alive)()
+    life.begin()
+    for act in HARD:
+        name, *texts = act.split()
+        getattr(life, name)(*texts)
+        life.is_sound()
+    life.end()
 
 
 @beyond
@@ -158,34 +475,30 @@ def test_a_saved_session_is_one_that_never_was(policy, positions, kv_dtype, ever
 @each_policy
 def test_any_life(policy, positions, kv_dtype, every, parts, tmp_path):
     runtime = runtime_of(parts, policy, positions, kv_dtype, every)
-
-    @settings(few, max_examples=25)
-    @given(LIVES)
-    def some(life: list[str]) -> None:
-        live(runtime, life, tmp_path / "s")
-
-    some()
+    lived(
+        lives_of(tmp_path, runtime),
+        settings=settings(few, max_examples=15, stateful_step_count=12),
+    )
 
 
 @beyond
-@settings(few, max_examples=12)
-@given(LIVES, st.sampled_from(["snapkv", "pyramidkv", "adakv", "cake", "calidrop"]),
-       st.sampled_from(WAYS))  # fmt: skip
-def test_any_life_of_some(parts, tmp_path, life, policy, way):
-    live(runtime_of(parts, policy, *way), life, tmp_path / "s")
+@pytest.mark.parametrize("policy", ["lagkv", "snapkv", "adakv", "cake", "calidrop"])
+def test_any_life_of_some(policy, parts, tmp_path, alive):
+    made = [runtime_of(parts, policy, *way, size) for way in WAYS for size in (BUDGET, ROOMY)]
+    kind = lives_of(tmp_path, *made, alive=alive)
+    lived(kind, settings=settings(few, max_examples=8, stateful_step_count=12))
+
+
+def test_any_life_in_toys(tmp_path):
+    kind = lives_of(tmp_path, ToyEngine(BUDGET))
+    lived(kind, settings=settings(few, max_examples=80, stateful_step_count=30))
 
 
 @pytest.mark.slow
 def test_any_life_by_onnx_runtime(tmp_path_factory, tmp_path):
     runtime = OrtRuntime.from_directory(tiny_decoder(tmp_path_factory) / "decoder")
-
-    @settings(few, max_examples=25)
-    @given(LIVES)
-    def some(life: list[str]) -> None:
-        live(runtime, life, tmp_path / "s")
-
-    live(runtime, HARD, tmp_path / "s")
-    some()
+    kind = lives_of(tmp_path, runtime)
+    lived(kind, settings=settings(few, max_examples=25, stateful_step_count=12))
 
 
 @each_policy
@@ -197,11 +510,11 @@ def test_a_file_has_nothing_of_a_conversation_that_was_cleared(
     cleared, new = begun(runtime), begun(runtime)
     for session in (cleared, new):
         session.set_generation(temperature=0.0)  # draws nothing, so that the seed's state is alike
-    said(cleared, "long")
+    say(cleared, "long")
     cleared.clear()
     for what in (None, "short"):
         if what is not None:
-            assert said(cleared, what) == said(new, what)
+            assert say(cleared, what) == say(new, what)
         cleared.save(tmp_path / "cleared")
         new.save(tmp_path / "new")
         assert (tmp_path / "cleared").read_bytes() == (tmp_path / "new").read_bytes()
@@ -211,14 +524,14 @@ def test_a_file_of_an_earlier_version_goes_on(parts, tmp_path, monkeypatch):
     """Which left a cleared conversation's queries in the window if the next was shorter."""
     runtime = runtime_of(parts, "snapkv", "compact", None, 1)
     session, new = begun(runtime), begun(runtime)
-    said(session, "long")
+    say(session, "long")
     with monkeypatch.context() as patch:
         patch.setattr(QueryWindow, "reset", lambda self: None)
         session.clear()
     session.set_generation(seed=3)
-    assert said(session, "short") == said(new, "short")
+    assert say(session, "short") == say(new, "short")
     assert session.cache.capped_layers[0].engine.query_window.shift.max() > session.cache.seen
     session.save(tmp_path / "s")
     loaded = Session.load(runtime, tmp_path / "s")
-    assert said(loaded, "long") == said(new, "long")
+    assert say(loaded, "long") == say(new, "long")
     assert holds(loaded)[:2] == holds(new)[:2]

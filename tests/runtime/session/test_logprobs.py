@@ -13,13 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_tokenizers import Wrapped, byte_level
 from tokenizers import Tokenizer
-from toy_engine import ToyEngine, session_of
-from transformers import GenerationConfig
+from toy_engine import ToyEngine, samplers, session_of
 
 from kvcap import pocket
-from kvcap.runtime.backends import numpy_sampler
-from kvcap.runtime.backends.pytorch import sampler as sampling
-from kvcap.runtime.session import settings
 from kvcap.runtime.session.logprobs import Logprob, Logprobs, TokenTexts
 
 
@@ -204,8 +200,7 @@ def test_a_cut_token_has_whole_letters_alone():
 def test_backends_agree(logits, top, data):
     token = data.draw(st.integers(0, len(logits) - 1))
     row = np.array([logits], np.float32)
-    torch_one = sampling.Sampler(GenerationConfig(), torch.Generator())
-    numpy_one = numpy_sampler.NumpySampler(numpy_sampler.Generation(), np.random.default_rng(0))
+    torch_one, numpy_one = samplers()
     one = torch_one.logprobs(torch.from_numpy(row), token, top)
     other = numpy_one.logprobs(row.copy(), token, top)
     assert [x[1] for x in one] == pytest.approx([x[1] for x in other], rel=1e-5, abs=1e-3)
@@ -225,11 +220,7 @@ def test_only_what_is_allowed_is_drawn(logits, allowed, greedy, seed):
     if not some[: len(logits)].any():
         return
     row, history = np.array([logits], np.float32), np.array([[0]])
-    options = {"do_sample": not greedy, "temperature": 2.0, "top_k": 2, "top_p": 0.9}
-    torch_one = sampling.Sampler(GenerationConfig(**options), torch.Generator().manual_seed(seed))
-    numpy_one = numpy_sampler.NumpySampler(
-        numpy_sampler.Generation(**options), np.random.default_rng(seed)
-    )
+    torch_one, numpy_one = samplers(seed, do_sample=not greedy, temperature=2.0, top_k=2, top_p=0.9)
     one = torch_one.next(torch.from_numpy(row), torch.from_numpy(history), some)
     other = numpy_one.next(row.copy(), history, some)
     assert some[one.item()]
@@ -251,13 +242,7 @@ def test_only_what_is_allowed_is_drawn(logits, allowed, greedy, seed):
 def test_penalties_are_those_of_openai(logits, said, presence, frequency):
     """Logit − presence · (it was said) − frequency · (times that it was said)."""
     row, history = np.array([logits], np.float32), np.array([[0, 1]])
-    options = {"presence_penalty": presence, "frequency_penalty": frequency}
-    config = settings.copied(GenerationConfig())
-    config.update(**options)
-    torch_one = sampling.Sampler(config, torch.Generator())
-    numpy_one = numpy_sampler.NumpySampler(
-        numpy_sampler.Generation(**options), np.random.default_rng(0)
-    )
+    torch_one, numpy_one = samplers(presence_penalty=presence, frequency_penalty=frequency)
     expected = row[0].copy()
     for token in set(said):
         expected[token] -= np.float32(presence) + np.float32(frequency) * said.count(token)
@@ -292,13 +277,9 @@ def test_a_penalised_answer_repeats_itself_less(runtime):
 )
 def test_biases_are_added_to_logits(logits, biases):
     row, history = np.array([logits], np.float32), np.array([[0, 1]])
-    config = settings.copied(GenerationConfig())
-    config.update(logit_bias=biases)
-    torch_one = sampling.Sampler(config, torch.Generator())
+    torch_one, _ = samplers(logit_bias=biases)
     by_text = {str(token): bias for token, bias in biases.items()}  # as a file has them
-    numpy_one = numpy_sampler.NumpySampler(
-        numpy_sampler.Generation(logit_bias=by_text), np.random.default_rng(0)
-    )
+    _, numpy_one = samplers(logit_bias=by_text)
     expected = row[0].copy()
     for token, bias in biases.items():
         expected[token] += np.float32(bias)

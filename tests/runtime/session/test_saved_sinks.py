@@ -32,16 +32,18 @@ def saved(folder: Path, sinks: int | None, tokens: Any, policy: str = "keydiff")
     return session
 
 
-@pytest.mark.parametrize(("before", "asked", "after"), [
-    (0, None, 0),  # of an earlier version, which pinned none
-    (None, None, 4), (2, None, 2), (0, 4, 4), (None, 0, 0), (2, 0, 0),
+@pytest.mark.parametrize(("before", "asked", "policy", "budget", "after"), [
+    (0, None, "keydiff", BUDGET, 0),  # of an earlier version, which pinned none
+    (None, None, "keydiff", BUDGET, 4), (2, None, "keydiff", BUDGET, 2),
+    (0, 4, "keydiff", BUDGET, 4), (None, 0, "keydiff", BUDGET, 0), (2, 0, "keydiff", BUDGET, 0),
+    (0, None, "knorm", BUDGET, 4), (None, None, "keydiff", 16, 4), (None, None, "keydiff", 3, 3),
 ])  # fmt: skip
-def test_how_many_are_pinned_after_loading(before, asked, after, tokens, tmp_path):
+def test_how_many_are_pinned_after_loading(before, asked, policy, budget, after, tokens, tmp_path):
     session = saved(tmp_path, before, tokens)
-    found = Session.load(runtime(asked), tmp_path / "s")
+    found = Session.load(runtime(asked, policy, budget), tmp_path / "s")
     assert found.cache.sinks == after
     assert found.cache.seen == 60
-    if session.cache.sinks == after:  # to the bit
+    if (policy, budget, after) == ("keydiff", BUDGET, session.cache.sinks):  # to the bit
         more = tokens(9, seed=3)
         assert torch.equal(found.loop.prefill(more), session.loop.prefill(more))
         assert found.cache.kept_tokens()[0].heads[0].equal(session.cache.kept_tokens()[0].heads[0])
@@ -65,17 +67,6 @@ def test_another_file_brings_its_own(tokens, tmp_path):
     saved(tmp_path, None, tokens)
     session.restore(tmp_path / "s")
     assert session.cache.sinks == 4
-
-
-def test_another_policy_has_the_usual_ones(tokens, tmp_path):
-    saved(tmp_path, 0, tokens)
-    assert Session.load(runtime(policy="knorm"), tmp_path / "s").cache.sinks == 4
-
-
-def test_a_smaller_budget_keeps_them_where_it_can(tokens, tmp_path):
-    saved(tmp_path, None, tokens)
-    assert Session.load(runtime(budget=16), tmp_path / "s").cache.sinks == 4
-    assert Session.load(runtime(budget=3), tmp_path / "s").cache.sinks == 3
 
 
 def test_a_file_that_is_refused_changes_nothing(tokens, tmp_path):

@@ -116,31 +116,6 @@ def test_block_boundaries_that_coincide_give_the_same_after_evictions(directory)
     assert one.cache.seen == two.cache.seen == 160
 
 
-def test_regenerate_reads_the_conversation_anew(directory):
-    session = make(directory)
-    "".join(session.send("Hello!"))
-    "".join(session.send("Again!"))
-    "".join(session.regenerate())
-    roles = [m["role"] for m in session.messages]
-    assert roles == ["user", "assistant", "user", "assistant"]
-    session.clear()
-    with pytest.raises(kvcap.KvcapError, match="nothing to answer"):
-        next(session.regenerate())
-
-
-def test_stopping_early_keeps_what_was_said(directory):
-    session = make(directory)
-    stream = session.send("Hello!")
-    said = next(stream) + next(stream)
-    stream.close()
-    assert len(session._unread) == 1  # said, and read with the next turn
-    assert session.messages[-1]["content"] == said
-    assert session.turn.finish_reason == "interrupted"
-    assert session.cache.consistent
-    "".join(session.send("And now?"))
-    assert session.cache.consistent
-
-
 def test_ctrl_c_waits_for_the_block(directory):
     import os
     import signal
@@ -159,22 +134,6 @@ def test_ctrl_c_waits_for_the_block(directory):
     assert session._unread == []  # the token was read before Ctrl-C took effect
     with pytest.raises(KeyboardInterrupt), interrupts_deferred():
         os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_ctrl_c_while_reading_leaves_whole_blocks(directory):
-    session = make(directory)
-
-    def stop(done, total):
-        if done >= 32:
-            raise KeyboardInterrupt
-
-    session.on_block = stop
-    with pytest.raises(KeyboardInterrupt):
-        list(session.send("word " * 100))
-    assert session.cache.seen == 32
-    assert session.cache.consistent
-    session.on_block = None
-    "".join(session.send("Go on."))
 
 
 def test_full_refuses_and_the_session_lives(directory):

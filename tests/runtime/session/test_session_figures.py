@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -26,7 +25,6 @@ from kvcap.runtime.errors import (
     SessionFileForeign,
 )
 from kvcap.runtime.session import file as session_file
-from kvcap.runtime.session.session import Session
 
 LONG = "Seven kinds of mosses survive the cold near Porto, and tall grasses attract many bees. " * 4
 
@@ -65,29 +63,6 @@ def test_no_figures_of_an_answer_that_never_was(runtime, capsys):
     assert session.turn is last  # what was refused is no answer
     session.clear()
     assert session.stats.turn is None
-
-
-def test_what_an_answer_evicted(runtime):
-    session = session_of(runtime)
-    for text in ("Hi.", LONG, LONG):
-        before = session.stats.evicted_tokens
-        list(session.send(text))
-        assert session.turn.evicted_tokens == session.stats.evicted_tokens - before
-        assert session.turn.read_tokens == session.turn.prompt_tokens
-    list(session.regenerate())  # everything is read again
-    assert session.turn.evicted_tokens == session.stats.evicted_tokens > 0
-    assert session.stats.seen_tokens == session.turn.prompt_tokens + 5
-
-
-def test_a_restored_session_has_no_last_answer(torch_runtime, tmp_path):
-    session = session_of(torch_runtime)
-    list(session.send("Hi."))
-    session.save(tmp_path / "s")
-    loaded = Session.load(torch_runtime, tmp_path / "s")
-    assert loaded.stats == dataclasses.replace(session.stats, turn=None)
-    session.restore(tmp_path / "s")
-    assert session.turn is None
-    assert session.stats.peak_bytes == session.cache.nbytes
 
 
 @pytest.mark.parametrize("on_full", ["error", "stop"])

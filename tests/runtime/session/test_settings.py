@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_engine import numpy_scores, session_of
+from toy_engine import numpy_scores, samplers, session_of
 from transformers import GenerationConfig
 
 from kvcap.runtime.backends import numpy_sampler
@@ -111,8 +111,7 @@ number = st.floats(-9, 9, width=32)
 )
 def test_a_repetition_penalty_is_the_same_in_both_backends(logits, said, penalty, temperature):
     config = {"repetition_penalty": penalty, "do_sample": True, "temperature": temperature}
-    mine = numpy_sampler.NumpySampler(numpy_sampler.Generation(**config), np.random.default_rng(0))
-    theirs = sampling.Sampler(GenerationConfig(**config, top_k=0), torch.Generator())
+    theirs, mine = samplers(**config)
     a = numpy_scores(mine, np.array(logits, np.float32), np.array(said))
     penalised = theirs.repetition(torch.tensor([said]), torch.tensor([logits]))
     b = theirs.warpers(None, penalised)[0].numpy()
@@ -124,11 +123,7 @@ def test_a_repetition_penalty_is_the_same_in_both_backends(logits, said, penalty
 def test_top_p_is_the_same_in_both_backends(spread, top_p):
     """Whether few tokens have that share, or nearly all of a vocabulary."""
     scores = spread * np.random.default_rng(0).standard_normal(5000).astype(np.float32)
-    mine = numpy_sampler.NumpySampler(
-        numpy_sampler.Generation(do_sample=True, top_p=top_p), np.random.default_rng(0)
-    )
-    config = GenerationConfig(do_sample=True, top_p=top_p, top_k=0)
-    theirs = sampling.Sampler(config, torch.Generator())
+    theirs, mine = samplers(do_sample=True, top_p=top_p)
     a = numpy_scores(mine, scores, np.array([0]))
     b = theirs.warpers(None, torch.from_numpy(scores)[None])[0].numpy()
     assert np.array_equal(a, b)
@@ -143,8 +138,7 @@ def test_of_the_top_k_what_is_drawn_is_what_all_scores_give(config):
     draws = np.random.default_rng(0)
     logits = draws.standard_normal((1, 5000)).astype(np.float32).round(1)  # many tie
     history = np.zeros((1, 1), np.int64)
-    mine = numpy_sampler.NumpySampler(numpy_sampler.Generation(do_sample=True, **config), draws)
-    theirs = sampling.Sampler(GenerationConfig(do_sample=True, **config), torch.Generator())
+    theirs, mine = samplers(do_sample=True, **config)
     wanted = theirs.warpers(None, torch.from_numpy(logits))[0].numpy()
     if "top_p" not in config:  # which leaves open which of those that tie it takes
         np.testing.assert_allclose(numpy_scores(mine, logits[0], history[0]), wanted, rtol=1e-6)
@@ -203,12 +197,8 @@ def test_settings_at_the_edge_of_what_numbers_hold(config, logits, kept, tokens)
     """In both backends, and in a vocabulary of which all other tokens are impossible."""
     row = np.full((1, tokens), -INF, np.float32)
     row[0, : len(logits)] = logits
-    options = {"do_sample": True, "top_k": 0, **config}
     history = np.zeros((1, 1), np.int64)
-    torch_one = sampling.Sampler(GenerationConfig(**options), torch.Generator().manual_seed(0))
-    numpy_one = numpy_sampler.NumpySampler(
-        numpy_sampler.Generation(**options), np.random.default_rng(0)
-    )
+    torch_one, numpy_one = samplers(do_sample=True, **config)
     ours = {
         torch_one.next(torch.from_numpy(row), torch.from_numpy(history)).item() for _ in range(60)
     }
