@@ -123,11 +123,11 @@ class Store:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self._places: dict[str, tuple[int, int]] = {}  # offset and bytes by name
+        self._ranges: dict[str, tuple[int, int]] = {}  # offset and bytes by name
         file.touch()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._places
+        return name in self._ranges
 
     def tensor(self, name: str, make: Callable[[], Tensor], kind: int, shape: list[int]) -> Any:
         """Return an onnx.TensorProto that refers to a tensor in the file.
@@ -139,13 +139,13 @@ class Store:
             shape: the shape that a graph reads its bytes in.
         """
         onnx = library("onnx")
-        if name not in self._places:
+        if name not in self._ranges:
             data = make().contiguous().numpy()
             with self.file.open("ab") as file:
                 file.write(bytes(-file.tell() % (PAGE if data.nbytes >= MAPPED else ALIGNED)))
-                self._places[name] = file.tell(), data.nbytes
+                self._ranges[name] = file.tell(), data.nbytes
                 data.tofile(file)
-        offset, length = self._places[name]
+        offset, length = self._ranges[name]
         tensor = onnx.TensorProto(
             name=name, data_type=kind, dims=shape, data_location=onnx.TensorProto.EXTERNAL
         )

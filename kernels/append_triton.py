@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 # These arguments differ between layers; specialising them would compile the kernel for each.
-_PLACES = ["to_positions", *(f"aux_{i}" for i in range(6)), "length", "starts", "lengths"]
+_UNSPECIALISED = ["to_positions", *(f"aux_{i}" for i in range(6)), "length", "starts", "lengths"]
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def clear(slot, inside, aux_0, aux_1, aux_2, aux_3, aux_4, aux_5):
         tl.store(aux_5 + slot, zero.to(aux_5.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=_PLACES)
+@triton.jit(do_not_specialize=_UNSPECIALISED)
 def write(
     keys,  # [b, k, T, D]
     values,  # likewise

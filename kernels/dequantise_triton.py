@@ -78,7 +78,7 @@ def _copy(
 
 
 # These arguments differ between layers; specialising them would compile the kernel for each.
-_PLACES = [
+_UNSPECIALISED = [
     "keys",
     "key_scale",
     "key_low",
@@ -93,7 +93,7 @@ _PLACES = [
 ]
 
 
-@triton.jit(do_not_specialize=_PLACES)
+@triton.jit(do_not_specialize=_UNSPECIALISED)
 def read_slots(
     keys,
     key_scale,  # [slots, D or D/2], [slots] or [slots, D/GROUP]

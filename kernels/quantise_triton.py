@@ -150,12 +150,12 @@ def _store(a, b, to, scale, low, slot, inside, i, SIZE: tl.constexpr, GROUP: tl.
 
 
 # These arguments differ between layers; specialising them would compile the kernel for each.
-_PLACES = ["to_keys", "to_values", "key_scale", "key_low", "value_scale", "value_low",
+_UNSPECIALISED = ["to_keys", "to_values", "key_scale", "key_low", "value_scale", "value_low",
            "to_positions", "shift", "state_0", "state_1", "length", "count", "starts", "lengths",
            "read_at"]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_PLACES)
+@triton.jit(do_not_specialize=_UNSPECIALISED)
 def write_slots(
     keys,  # [B, K, T, D]
     values,  # likewise

@@ -9,8 +9,8 @@ from kvcap.kernels.decode_triton import dot
 from kvcap.kernels.turn_triton import halves, made, turned, turned_by
 
 # These arguments differ between layers; specialising them would compile the kernel for each.
-_PLACES = ["positions", *(f"aux_{i}" for i in range(6)), "shift", "time", "chunk"]
-_PLACES += ["starts", "lengths", "read_at"]
+_UNSPECIALISED = ["positions", *(f"aux_{i}" for i in range(6)), "shift", "time", "chunk"]
+_UNSPECIALISED += ["starts", "lengths", "read_at"]
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _fold(
 
 
 # One long kernel, as it is one launch; the compiler removes branches on None and constants.
-@triton.jit(do_not_specialize=_PLACES)
+@triton.jit(do_not_specialize=_UNSPECIALISED)
 def attend_part(
     query,  # [B, H, D]
     key,  # [B, K, D]

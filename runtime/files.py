@@ -50,12 +50,12 @@ def check_plain(path: Name, most: int | None = None) -> None:
         OSError: it is not there.
         ValueError: it is another kind of thing, or too large.
     """
-    found, name = os.stat(path), Path(path).name
-    if not stat.S_ISREG(found.st_mode):
-        kind = KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+    status, name = os.stat(path), Path(path).name
+    if not stat.S_ISREG(status.st_mode):
+        kind = KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise ValueError(f"{name} is {kind}, not a file")
-    if most is not None and found.st_size > most:
-        raise ValueError(f"{name} has {found.st_size:,} bytes, more than {most:,}")
+    if most is not None and status.st_size > most:
+        raise ValueError(f"{name} has {status.st_size:,} bytes, more than {most:,}")
 
 
 def check_folder(folder: Path) -> None:

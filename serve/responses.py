@@ -499,7 +499,9 @@ class ResponseForm(TranslatedForm):
         closed, self.open = self._close(), kind
         name = {"type": kind, "id": f"{kind[:3]}_{secrets.token_hex(12)}"}
         self.output.append({**name, "status": "in_progress", **item})
-        events = closed + self._event("output_item.added", **self._place(), item=self.output[-1])
+        events = closed + self._event(
+            "output_item.added", **self._output_index(), item=self.output[-1]
+        )
         if not part:
             return events
         empty = {"type": part, "text": "", "annotations": []}
@@ -511,7 +513,9 @@ class ResponseForm(TranslatedForm):
         item = self.output[-1]
         if kind == "function_call_arguments":
             item["arguments"] += text
-            return self._event(f"{kind}.delta", **self._place(), item_id=item["id"], delta=text)
+            return self._event(
+                f"{kind}.delta", **self._output_index(), item_id=item["id"], delta=text
+            )
         item["content"][0]["text"] += text
         return self._event(f"{kind}.delta", **self._within(), delta=text, logprobs=[])
 
@@ -523,19 +527,19 @@ class ResponseForm(TranslatedForm):
         item["status"] = "completed"
         if item["type"] == "function_call":
             fields = {"item_id": item["id"], "arguments": item["arguments"], "name": item["name"]}
-            events = self._event("function_call_arguments.done", **self._place(), **fields)
+            events = self._event("function_call_arguments.done", **self._output_index(), **fields)
         else:
             (part,) = item["content"]
             text = {"text": part["text"], "logprobs": []}
             events = self._event(f"{part['type']}.done", **self._within(), **text)
             events += self._event("content_part.done", **self._within(), part=part)
-        return events + self._event("output_item.done", **self._place(), item=item)
+        return events + self._event("output_item.done", **self._output_index(), item=item)
 
-    def _place(self) -> dict[str, Any]:
+    def _output_index(self) -> dict[str, Any]:
         return {"output_index": len(self.output) - 1}
 
     def _within(self) -> dict[str, Any]:
-        return {**self._place(), "item_id": self.output[-1]["id"], "content_index": 0}
+        return {**self._output_index(), "item_id": self.output[-1]["id"], "content_index": 0}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         kind = f"response.{kind}"

@@ -590,7 +590,7 @@ class Scheduler:
             else:
                 room = self._has_room()
                 place = self._pool.place(job.ask, room)
-                if place is None and self._give_up_stalled(self.limits.grace_s):
+                if place is None and self._stop_stalled(self.limits.grace_s):
                     place = self._pool.place(job.ask, room)
                 if place is None:
                     return
@@ -815,9 +815,9 @@ class Scheduler:
     def _end_stalled(self) -> None:
         """End answers that nobody has read for long."""
         if self._answering:
-            self._give_up_stalled(self.limits.patience_s, all_of_them=True)
+            self._stop_stalled(self.limits.patience_s, all_of_them=True)
 
-    def _give_up_stalled(self, after_s: float, *, all_of_them: bool = False) -> bool:
+    def _stop_stalled(self, after_s: float, *, all_of_them: bool = False) -> bool:
         """End the answer that waits for its reader the longest, if that is so many seconds."""
         now = time.monotonic()
         stalled = [job for job in self._answering.values() if job.paused is not None]

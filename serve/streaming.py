@@ -315,7 +315,7 @@ class SeveralForm(Form):
         self.prefix = first.prefix
         self.whole_object, self.part_object = first.whole_object, first.part_object
         super().__init__(first.model, first.include_usage, first.so_far is not None)
-        self.forms, self.series, self.place = forms, series, 0
+        self.forms, self.series, self.current = forms, series, 0
 
     @property
     def reasoning_tokens(self) -> int:
@@ -333,7 +333,7 @@ class SeveralForm(Form):
             reply.usage.completion_tokens for reply in self.series.replies[:-1] if reply.usage
         ]
         piece = piece._replace(completion_tokens=piece.completion_tokens - sum(before))
-        return ended + self._numbered(self.forms[self.place].put(piece))
+        return ended + self._numbered(self.forms[self.current].put(piece))
 
     def end(self, reply: Reply) -> list[dict[str, Any]]:
         """Return the last choices of all answers that have not ended."""
@@ -352,14 +352,16 @@ class SeveralForm(Form):
     def _ended(self, index: int) -> list[dict[str, Any]]:
         """Return the last choices of answers before that at `index`, and the first of others."""
         choices = list[dict[str, Any]]()
-        while self.place < index:
-            choices += self._numbered(self.forms[self.place].end(self.series.replies[self.place]))
-            self.place += 1
-            choices += self._numbered(self.forms[self.place].begin())
+        while self.current < index:
+            choices += self._numbered(
+                self.forms[self.current].end(self.series.replies[self.current])
+            )
+            self.current += 1
+            choices += self._numbered(self.forms[self.current].begin())
         return choices
 
     def _numbered(self, choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [{**choice, "index": self.place} for choice in choices]
+        return [{**choice, "index": self.current} for choice in choices]
 
 
 def _usage_so_far(prompt: int, completion: int) -> dict[str, int]:

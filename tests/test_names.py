@@ -17,6 +17,34 @@ MIDDLE = re.compile(  # a first line that begins so is about something that only
     "(What|Whether|Which|Who|Whose|Why|How|Where|When|Of|Or|And|But|As|By|For|From|In|On|With|Within"
     "|Those|These|The same|Its|Their|Likewise|Nothing|None|Else|So)\\b"
 )
+VAGUE = {  # names that do not say what they hold, and what to write instead
+    "found": "what it is: matches, rows, path, plan",
+    "asked": "request, question, settings",
+    "those": "the noun",
+    "place": "position, index, offset, cell",
+    "places": "positions, indices, cells, slot_mapping",
+    "told": "facts, messages, reason",
+    "heard": "the noun",
+    "late": "what it is late for",
+    "lent": "leased",
+    "settled": "what was done to it",
+    "apart": "difference, distance, spacing",
+    "give_up": "evict, stop",
+    "given_up": "evicted, stopped",
+}
+LEFT = {  # by folder: fields of files and options that others read, and names to be replaced yet
+    "evals": {"found"},
+    "lab": {"place"},
+    "pocket": {"place"},
+    "policies": {"place"},
+    "runtime/backends/pytorch": {"asked", "found", "given_up", "place", "places", "those"},
+    "runtime/cache": {"asked", "found", "give_up", "place", "places", "those"},
+    "runtime/cli": {"places"},
+    "runtime/planning": {"places"},
+    "runtime/session": {"apart", "place", "told"},
+    "serve": {"asked", "place", "places"},
+    "export": {"place"},
+}
 NOUN = re.compile(r"(A|An|The|One|Some|All|Every|Each|Any|No)\b|\w*[^s\W]s\b|[^A-Z]")  # no verb
 
 
@@ -51,6 +79,39 @@ def test_a_name_that_stands_twice_would_be_seen(tmp_path):
     (one / "a.py").write_text("class Row: ...\nclass Alone: ...\nclass _Inner: ...\n")
     (two / "b.py").write_text("if True:\n    class Row: ...\nclass _Inner: ...\n")
     assert shared_names([one, two]) == {"Row": [str(one / "a.py"), str(two / "b.py")]}
+
+
+def given_names(path: Path) -> set[str]:
+    """Return the names that a file gives: to values, arguments, attributes and definitions."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            names.add(node.name)
+    return {name.strip("_").lower() for name in names}
+
+
+def programs() -> list[Path]:
+    """Return the files of Python that kvcap has beside its tests."""
+    scripts = [path for path in (ROOT / "scripts").iterdir() if path.is_file()]
+    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    files += sorted((ROOT / "src" / "kvcap").glob("*.py"))
+    return files + [x for x in scripts if b"python" in x.read_bytes().partition(b"\n")[0]]
+
+
+def test_names_say_what_they_hold():
+    for path in programs():
+        inside = path.relative_to(ROOT).as_posix()
+        left = {
+            x for folder, words in LEFT.items() if inside.startswith(f"{folder}/") for x in words
+        }
+        vague = given_names(path) & VAGUE.keys() - left
+        assert not vague, f"{inside}: " + "; ".join(f"{x}: write {VAGUE[x]}" for x in vague)
 
 
 def docstrings(path: Path) -> Iterator[tuple[str, str]]:

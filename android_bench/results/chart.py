@@ -36,7 +36,7 @@ FORMS = dict(zip(FORMULATIONS, DASHES, strict=True))  # dashes of KeyDiff's form
 MARKERS = "os^DvP*Xp<>h"
 MOST = 24  # lines, and ticks, that can be distinguished
 WIDTH = 36  # characters of a name in the legend
-APART = 0.02  # octaves between the bars of two lines at one size, which stand side by side
+SPACING = 0.02  # octaves between the bars of two lines at one size, which stand side by side
 SIZE = (11.5, 4.2)  # inches of one result
 Lines = dict[tuple[object, ...], list[Row]]
 
@@ -157,7 +157,7 @@ def _styles(lines: Lines) -> list[dict[str, Any]]:
 
 def _absolute(axes: Axes, lines: Lines, result: Row) -> None:
     for index, (rows, style) in enumerate(zip(lines.values(), _styles(lines), strict=True)):
-        beside = 2 ** (APART * (index - (len(lines) - 1) / 2))
+        beside = 2 ** (SPACING * (index - (len(lines) - 1) / 2))
         across = [row["n"] * beside for row in rows]
         medians = [row["p50_us"] for row in rows]
         axes.plot(across, medians, **style)

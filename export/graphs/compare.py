@@ -56,7 +56,7 @@ def compared(graph: StageGraph, feeds: Tensors, outputs: Tensors, rtol: float = 
     differences = [(0.0, 0.0)]
     for name, value, expected, precise in _pairs(graph, outputs, ref):
         _same_shape(name, value, expected)
-        differences.append(difference(ref.settled(name, value), expected, precise, rtol))
+        differences.append(difference(ref.without_ties(name, value), expected, precise, rtol))
     error, allowed = max(differences, key=lambda pair: pair[0] / pair[1] if pair[1] else 0.0)
     overlap, reachable, misses = _selection(graph, feeds, outputs, ref, rtol)
     same = misses == 0 and overlap >= OVERLAP * reachable
@@ -95,14 +95,14 @@ class Reference(NamedTuple):
         below = {n: (low[n] - x).nan_to_num(0.0).clamp(max=0) for n, x in exact.items()}
         above = {n: (high[n] - x).nan_to_num(0.0).clamp(min=0) for n, x in exact.items()}
         raw = cls(eager, exact, below, above)
-        return raw._replace(eager={n: raw.settled(n, x) for n, x in eager.items()})
+        return raw._replace(eager={n: raw.without_ties(n, x) for n, x in eager.items()})
 
-    def settled(self, name: str, value: Tensor) -> Tensor:
+    def without_ties(self, name: str, value: Tensor) -> Tensor:
         """Return an output less the part of its difference from `exact` that ties explain."""
         if name not in self.below:
             return value
-        apart = value.double() - self.exact[name]
-        return value - apart.clamp(self.below[name], self.above[name])
+        difference = value.double() - self.exact[name]
+        return value - difference.clamp(self.below[name], self.above[name])
 
     def range(self, name: str, rtol: float = RTOL) -> tuple[Tensor, Tensor, float]:
         """Return the least and the most that ties let an output be, and the error beside that."""

@@ -36,7 +36,7 @@ SHARES: tuple[float, ...] = (0.125,)
 PROJECTIONS = False
 TEXTS = None
 SHOWN = 64  # queries of the heatmap
-APART = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 THETAS = (0.5, 0.6, 0.7, 0.8, 0.9)
 EARLIER = 10  # most tokens between the remembered query and the last one
 
@@ -48,7 +48,7 @@ def check(options: AnalysisOptions) -> None:
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
     """Measure similarity [L, distances], recomputed [θ1, L] and losses [2, L], and one heatmap."""
     tokens = len(text)
-    distances = [d for d in APART if d < tokens // 2]
+    distances = [d for d in DISTANCES if d < tokens // 2]
     layer, head = layer_and_head(text, options)
     sets = text.kept(
         options.policies[0], options.budgets[0], tokens, options.policy_options, tokens - 1

@@ -20,32 +20,32 @@ from kvcap.lab.pocket.vocabulary import ASSISTANT, END, render
 from kvcap.pocket import path
 
 Talk = tuple[list[Message], list[int]]  # a conversation and which of its messages are scored
-_ASKED = 8
+_QUESTIONS = 8
 
 
-def told(rng: Random, tokens: int, unfamiliar: float = 0.0) -> Talk:
+def stated(rng: Random, tokens: int, unfamiliar: float = 0.0) -> Talk:
     """Make a talk of eight facts, one a turn, then filler turns, then eight questions."""
-    known = facts(rng, _ASKED)
+    known = facts(rng, _QUESTIONS)
     talk: list[Message] = []
     for fact in known:
         talk += _turn(f"Please remember: {fact.key} is {fact.value}.", "Okay.")
-    room = tokens - 35 * _ASKED
+    room = tokens - 35 * _QUESTIONS
     while room > 0:
         talk += _turn(" ".join(passage(rng, min(room, 500), unfamiliar)), "Okay.")
         room -= 500
     start = len(talk)
-    for fact in rng.sample(known, _ASKED):
+    for fact in rng.sample(known, _QUESTIONS):
         talk += _turn(fact.question, fact.answer)
     return talk, list(range(start + 1, len(talk), 2))
 
 
 def pasted(rng: Random, tokens: int, unfamiliar: float = 0.0) -> Talk:
     """Make a talk of one pasted text with eight facts at random depths, then eight questions."""
-    known = facts(rng, _ASKED)
-    text = passage(rng, tokens - 35 * _ASKED, unfamiliar)
+    known = facts(rng, _QUESTIONS)
+    text = passage(rng, tokens - 35 * _QUESTIONS, unfamiliar)
     for fact in known:
         text.insert(rng.randint(0, len(text)), fact.statement)
-    chosen = rng.sample(known, _ASKED)
+    chosen = rng.sample(known, _QUESTIONS)
     talk = _turn(f"{' '.join(text)}\n\n{chosen[0].question}", chosen[0].answer)
     for fact in chosen[1:]:
         talk += _turn(fact.question, fact.answer)
@@ -65,9 +65,9 @@ def _first_answer(name: str) -> Callable[[Random, int], Talk]:
 
 
 PROBES: dict[str, Callable[[Random, int], Talk]] = {
-    "told": told,
+    "told": stated,
     "pasted": pasted,
-    "told, odd filler": lambda rng, tokens: told(rng, tokens, 1.0),
+    "told, odd filler": lambda rng, tokens: stated(rng, tokens, 1.0),
     "pasted, odd filler": lambda rng, tokens: pasted(rng, tokens, 1.0),
     **{
         name: _first_answer(name)

@@ -19,7 +19,7 @@ CELLS = "cells.jsonl"  # a file in a sweep's folder
 
 Options = tuple[tuple[str, Any], ...]
 # Names of the ways of asking, for tables and plots.
-ASKED: dict[Question, str] = {"aware": "question-aware", "after": "context-only"}
+LABELS: dict[Question, str] = {"aware": "question-aware", "after": "context-only"}
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Setting:
     @property
     def asking(self) -> str:
         """Return a label of how the question is put: 'question-aware', 'context-only', or ''."""
-        return ASKED[self.question] if self.question else ""
+        return LABELS[self.question] if self.question else ""
 
     @property
     def tokens(self) -> str:

@@ -369,9 +369,9 @@ PACKED = frozenset(("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_lengt
 
 def _refuse_unknown(further: Mapping[str, Any], dropout: float) -> None:
     """Refuse arguments that would change the result, or be left out in silence."""
-    asked = {**further, "dropout": dropout}
-    for name in asked.keys() - HARMLESS:
-        value = asked[name]
+    settings = {**further, "dropout": dropout}
+    for name in settings.keys() - HARMLESS:
+        value = settings[name]
         off = value is None or value is (name == "is_causal") or (name == "dropout" and not value)
         if off:
             continue

@@ -109,12 +109,12 @@ class LatentBlock:
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Apply `kv_b_proj`, or cut its result into keys and values; refuse anything else."""
-        found = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, cls))
-        if func is linear and found is args[0]:
-            return found.new_empty((*found.shape[:-1], args[1].shape[0]))
-        if func is torch.split and found is args[0]:
-            return tuple(map(found._shown, torch.split(found._shaped, *args[1:], **(kwargs or {}))))
-        raise found._refusal(getattr(func, "__name__", str(func)))
+        block = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, cls))
+        if func is linear and block is args[0]:
+            return block.new_empty((*block.shape[:-1], args[1].shape[0]))
+        if func is torch.split and block is args[0]:
+            return tuple(map(block._shown, torch.split(block._shaped, *args[1:], **(kwargs or {}))))
+        raise block._refusal(getattr(func, "__name__", str(func)))
 
     def _shown(self, shaped: Tensor) -> LatentBlock:
         return LatentBlock(self.sources[0], self.kvcap_layer, shaped)

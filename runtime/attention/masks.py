@@ -42,9 +42,9 @@ class Slots(int):
     @classmethod
     def of(cls, count: int, check: Callable[[MaskRequest], object] = lambda _: None) -> Slots:
         """Return the number `count` with its check; by default nothing is refused."""
-        found = cls(count)
-        found.check = check
-        return found
+        slots = cls(count)
+        slots.check = check
+        return slots
 
 
 @dataclass
@@ -57,33 +57,33 @@ class MaskNote:
     length: int | None = None
     """Holds the tokens of that pass; None: no mask was checked since the pass before."""
 
-    def check(self, seen: int, batch: int | None, asked: MaskRequest) -> None:
+    def check(self, seen: int, batch: int | None, request: MaskRequest) -> None:
         """Check the mask that a pass asks transformers for, and note the pass's length.
 
         Args:
             seen: tokens that the cache has read.
             batch: sequences that it is allocated for; None: none yet.
-            asked: of the mask.
+            request: for the mask.
 
         Raises:
             PaddingUnsupported, PositionMismatch: it hides tokens, or does not reach all.
             CacheMismatch: it is of another number of sequences. Nothing is changed.
             UnsupportedModel: the model's attention is not kvcap's.
         """
-        if (other := asked.get("attention")) is not None:
+        if (other := request.get("attention")) is not None:
             raise UnsupportedModel(OTHER_ATTENTION.format(other))
-        check(asked, seen)
-        given = asked.get("batch_size")  # transformers 4.57 gives none
+        check(request, seen)
+        given = request.get("batch_size")  # transformers 4.57 gives none
         if given is not None and batch is not None and given != batch:
             raise CacheMismatch(
                 f"the cache is allocated for {batch} sequences, and a block of {given} sequences "
                 "was given; a cache is of one batch size, also after reset(): make a new "
                 "BudgetCache"
             )
-        self.length = length_of(asked)
+        self.length = length_of(request)
 
 
-def attention_mask(**asked: Any) -> Tensor | None:
+def attention_mask(**request: Any) -> Tensor | None:
     """Return the mask of kvcap's attention, for transformers' interface; None for a capped layer.
 
     Where nothing is evicted (no cache, one of transformers', a native sliding layer) it is the mask
@@ -95,20 +95,20 @@ def attention_mask(**asked: Any) -> Tensor | None:
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    slots = asked["kv_length"]
+    slots = request["kv_length"]
     if isinstance(slots, Slots):
-        slots.check(asked)
+        slots.check(request)
         return None
-    sliding, padding = asked.get("local_size") is not None, asked.get("attention_mask")
+    sliding, padding = request.get("local_size") is not None, request.get("attention_mask")
     if not sliding:
         _warn_uncapped()
-    plain = asked.get("mask_function", causal_mask_function) is causal_mask_function
-    if plain and not sliding and asked.get("allow_is_causal_skip", True):
+    plain = request.get("mask_function", causal_mask_function) is causal_mask_function
+    if plain and not sliding and request.get("allow_is_causal_skip", True):
         # A block that sees itself, or one token that sees all there is: never a static cache.
-        alone = length_of(asked) in (1, slots)
+        alone = length_of(request) in (1, slots)
         if alone and (padding is None or (padding.shape[-1] >= slots and bool(padding.all()))):
             return None
-    return cast(Tensor, sdpa_mask(**{**asked, "allow_is_causal_skip": False}))
+    return cast(Tensor, sdpa_mask(**{**request, "allow_is_causal_skip": False}))
 
 
 def watch_stock() -> None:
@@ -120,7 +120,7 @@ def watch_stock() -> None:
             AttentionMaskInterface.register(name, _checking(make, name))
 
 
-def check(asked: MaskRequest, seen: int) -> None:
+def check(request: MaskRequest, seen: int) -> None:
     """Refuse a mask that hides any of the `seen` tokens of a capped cache, or of the next block.
 
     Raises:
@@ -129,25 +129,25 @@ def check(asked: MaskRequest, seen: int) -> None:
     """
     from transformers.masking_utils import causal_mask_function
 
-    own = asked.get("mask_function", causal_mask_function) is not causal_mask_function
-    if own and asked.get("local_size") is None:
+    own = request.get("mask_function", causal_mask_function) is not causal_mask_function
+    if own and request.get("local_size") is None:
         raise PaddingUnsupported(f"the model asks for a mask that is not causal; {_WHY}")
-    padding: Tensor | None = asked.get("attention_mask")
+    padding: Tensor | None = request.get("attention_mask")
     if padding is None:
         return
-    reach, length = padding.shape[-1], length_of(asked)
+    reach, length = padding.shape[-1], length_of(request)
     if reach < seen + length:
         raise PositionMismatch(
             f"the attention mask covers {reach} tokens, but {seen} were read and {length} "
             "more were given: was this prompt read before? Give the whole conversation and its "
             "mask, or use a new cache, or cache.reset()"
         )
-    places: Tensor | None = asked.get("cache_position")  # transformers 4.57
-    if places is not None and int(places[0]) != seen:
+    positions: Tensor | None = request.get("cache_position")  # transformers 4.57
+    if positions is not None and int(positions[0]) != seen:
         raise PositionMismatch(
-            f"tokens were given from place {int(places[0])} on, but {seen} were read; transformers "
-            "before 5 goes back to the start where prefill_chunk_size is given: leave it out, or "
-            "use a new cache, or cache.reset()"
+            f"tokens were given from position {int(positions[0])} on, but {seen} were read; "
+            "transformers before 5 goes back to the start where prefill_chunk_size is given: leave "
+            "it out, or use a new cache, or cache.reset()"
         )
     if not bool(padding.all()):
         raise PaddingUnsupported(
@@ -163,9 +163,11 @@ READY_MADE = (
 )
 
 
-def length_of(asked: MaskRequest) -> int:
+def length_of(request: MaskRequest) -> int:
     """Return how many tokens a mask's block has; transformers 4.57 gives their places instead."""
-    length: int = asked["q_length"] if "q_length" in asked else asked["cache_position"].shape[0]
+    length: int = (
+        request["q_length"] if "q_length" in request else request["cache_position"].shape[0]
+    )
     return length
 
 
@@ -173,10 +175,10 @@ def _checking(make: Callable[..., Any], attention: str) -> Callable[..., Any]:
     """Return `make`, a function that makes masks for an attention, with a capped cache's check."""
 
     @wraps(make)
-    def checked(*args: Any, **asked: Any) -> Any:
-        if isinstance(slots := asked.get("kv_length"), Slots):
-            slots.check({**asked, "attention": attention})
-        return make(*args, **asked)
+    def checked(*args: Any, **request: Any) -> Any:
+        if isinstance(slots := request.get("kv_length"), Slots):
+            slots.check({**request, "attention": attention})
+        return make(*args, **request)
 
     checked.kvcap_checks = True  # type: ignore[attr-defined]
     return checked

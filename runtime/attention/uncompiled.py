@@ -20,8 +20,8 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function in a form that torch.compile runs as it is."""
     disable: Callable[..., Any] = torch.compiler.disable
     explained = "reason" in inspect.signature(disable).parameters  # not before torch 2.7
-    found: Callable[..., Any] = disable(function, **({"reason": REASON} if explained else {}))
-    return found
+    wrapped: Callable[..., Any] = disable(function, **({"reason": REASON} if explained else {}))
+    return wrapped
 
 
 @cache

@@ -247,9 +247,9 @@ class ArrayCache(ABC):
         """
         # Tokens that were announced and then not read, as after a Ctrl-C, are not pinned.
         seen = 0 if emptied else self.seen
-        found = [*clipped(self.pinned_spans, seen), *spans]
-        self.check_pins(found)
-        return found
+        pinned = [*clipped(self.pinned_spans, seen), *spans]
+        self.check_pins(pinned)
+        return pinned
 
     def set_pins(self, spans: Sequence[Span]) -> None:
         """Pin these spans and no others.

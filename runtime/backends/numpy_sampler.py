@@ -104,23 +104,23 @@ class NumpySampler:
             allowed: a mask over the vocabulary's first tokens; only those are drawn. None: any.
             said: the answer's tokens, to which `penalties` apply.
         """
-        found = logits[0].astype(np.float32)
+        adjusted = logits[0].astype(np.float32)
         if allowed is not None:
-            known = min(len(allowed), len(found))
-            found[:known][~allowed[:known]] = -np.inf
-            found[known:] = -np.inf
+            known = min(len(allowed), len(adjusted))
+            adjusted[:known][~allowed[:known]] = -np.inf
+            adjusted[known:] = -np.inf
         for token, bias in self.biases.items():
-            found[token] += bias
+            adjusted[token] += bias
         for token, penalty in penalties(self.config, said).items():
-            found[token] -= penalty
-        self.penalise(found, history[0])
+            adjusted[token] -= penalty
+        self.penalise(adjusted, history[0])
         if self.greedy:
-            return np.array([int(found.argmax())])
-        tokens, scores = self.candidates(found)
+            return np.array([int(adjusted.argmax())])
+        tokens, scores = self.candidates(adjusted)
         mass = _softmax(scores).astype(np.float64).cumsum()
-        place = np.searchsorted(mass, self.rng.random() * mass[-1], side="right")
-        place = min(int(place), len(mass) - 1)
-        return np.array([place if tokens is None else tokens[place]])
+        index = np.searchsorted(mass, self.rng.random() * mass[-1], side="right")
+        index = min(int(index), len(mass) - 1)
+        return np.array([index if tokens is None else tokens[index]])
 
     def logprobs(self, logits: Floats, token: int, top: int) -> list[tuple[int, float]]:
         """Return the `token` and the `top` likeliest ones, each with its log probability.
@@ -176,9 +176,9 @@ def _within(scores: Floats, mass: float) -> Floats:
             some = some[np.argsort(-scores[some], kind="stable")]
             before = shares[some].cumsum() - shares[some]
             if before[-1] >= mass:
-                found, kept = np.full_like(scores, -np.inf), some[before < mass]
-                found[kept] = scores[kept]
-                return found
+                masked, kept = np.full_like(scores, -np.inf), some[before < mass]
+                masked[kept] = scores[kept]
+                return masked
     order = np.argsort(scores, kind="stable")  # least likely first
     gone = shares[order].cumsum() <= 1 - mass
     gone[-1] = False

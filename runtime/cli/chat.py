@@ -45,7 +45,7 @@ SETTINGS = (*(field.name for field in fields(Sampling)), "markdown")
 COMMAND = re.compile(r"/([A-Za-z]*)(?:\s+(.*))?", re.DOTALL)
 LEAVING = ("quit", "bye", "q")  # as other programs call /exit
 SHOWN_LINES, SHOWN = 8, 600  # lines and characters of a message that is shown again
-FOUND, PASSAGE = 5, 240  # passages that /recall shows, and letters of one
+MATCHES, PASSAGE = 5, 240  # passages that /recall shows, and letters of one
 REREAD = "; the next message reads the conversation again"
 KEYS = """\
 Enter sends · Alt+Enter or a final backslash: new line · Tab completes
@@ -391,7 +391,7 @@ class Chat:
             raise ValueError("recall is off, so that nothing is indexed; /recall auto turns it on")
         elif matches := self.session.search(rest):
             held = held_shares(self.session.cache.kept_tokens(), len(self.session.read_ids))
-            dim("\n".join(shown_passage(one, held) for one in matches[:FOUND]))
+            dim("\n".join(shown_passage(one, held) for one in matches[:MATCHES]))
         else:
             dim("no passage of the conversation has enough of these words")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-PLACES = {"bash": ".bashrc", "zsh": ".zshrc", "fish": ".config/fish/completions/kvcap.fish"}
+FILES = {"bash": ".bashrc", "zsh": ".zshrc", "fish": ".config/fish/completions/kvcap.fish"}
 """Holds the file of each shell's user, by the shell's name."""
 
 
@@ -22,7 +22,7 @@ def script() -> str:
 
 def install() -> str:
     """Add that line to the shell's file, if it lacks it; return what to do next."""
-    line, file = script(), Path.home() / PLACES[_shell()]
+    line, file = script(), Path.home() / FILES[_shell()]
     there = file.read_text() if file.exists() else ""
     if line not in there.splitlines():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -32,6 +32,6 @@ def install() -> str:
 
 def _shell() -> str:
     name = Path(os.environ.get("SHELL", "")).name
-    if name not in PLACES:
-        raise ValueError(f"SHELL={name!r} completes nothing here; it takes {', '.join(PLACES)}")
+    if name not in FILES:
+        raise ValueError(f"SHELL={name!r} completes nothing here; it takes {', '.join(FILES)}")
     return name

@@ -177,7 +177,7 @@ class Header:
 
         with open(path, "rb") as file:
             self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.place = len(MAGIC)
+        self.offset = len(MAGIC)
         (version,) = self._unpack("<I")
         if version & 0xFFFF == 0:
             raise UnsupportedModel(
@@ -200,7 +200,7 @@ class Header:
         alignment = self.value("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"it is aligned to {alignment!r}")
-        start = self.place + -self.place % alignment
+        start = self.offset + -self.offset % alignment
         self.tensors = {entry[0]: self._tensor(start, *entry) for entry in entries}
         if len(self.tensors) < tensors:
             raise ValueError("two of its tensors have the same name")
@@ -210,8 +210,8 @@ class Header:
         return self.fields[name].contents() if name in self.fields else default
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:
-        numbers = struct.unpack_from(layout, self.data, self.place)
-        self.place += struct.calcsize(layout)
+        numbers = struct.unpack_from(layout, self.data, self.offset)
+        self.offset += struct.calcsize(layout)
         return numbers
 
     def _string(self) -> str:
@@ -219,10 +219,10 @@ class Header:
         return str(self._take(length), "utf-8")
 
     def _take(self, count: int) -> bytes:
-        if count > len(self.data) - self.place:
+        if count > len(self.data) - self.offset:
             raise ValueError("it ends within its header")
-        self.place += count
-        return self.data[self.place - count : self.place]
+        self.offset += count
+        return self.data[self.offset - count : self.offset]
 
     def _add(self, field: Field) -> None:
         if field.name in self.fields:
@@ -245,13 +245,13 @@ class Header:
         return Field(name, types, values)
 
     def _strings(self, count: int) -> _Strings:
-        length, offset, starts = struct.Struct("<Q").unpack_from, self.place, array("Q")
+        length, offset, starts = struct.Struct("<Q").unpack_from, self.offset, array("Q")
         for _ in range(count):
             starts.append(offset + 8)
             offset += 8 + length(self.data, offset)[0]
         if offset > len(self.data):
             raise ValueError("it ends within its header")
-        self.place = offset
+        self.offset = offset
         return _Strings(self.data, starts, offset)
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:

@@ -72,7 +72,7 @@ def packaged_file(name: str) -> Path:
     from tempfile import TemporaryDirectory
 
     model = PACKAGED[name]
-    file = _place(name)
+    file = _kept_file(name)
     folder = file.parent
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -93,12 +93,12 @@ def packaged_file(name: str) -> Path:
 
 def kept_file(name: str) -> Path | None:
     """Return the GGUF file of a model of `PACKAGED` where it is kept whole, or None."""
-    file = _place(name)
+    file = _kept_file(name)
     whole = file.is_file() and file.stat().st_size == PACKAGED[name].nbytes
     return file if whole else None  # its sum was right when it was kept
 
 
-def _place(name: str) -> Path:
+def _kept_file(name: str) -> Path:
     return cache_home() / "models" / name / Path(PACKAGED[name].file).name
 
 

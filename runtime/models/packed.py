@@ -20,7 +20,7 @@ from kvcap.runtime.models.gguf import AS_THEY_ARE
 from kvcap.runtime.models.packed_matrix import TILE, WIDTH, PackedMatrix, Rows
 from kvcap.runtime.models.quantised import is_plain, quantisation
 
-APART = ("kv_b_proj", "gate", "router", "classifier", "shared_expert_gate")
+UNPACKED = ("kv_b_proj", "gate", "router", "classifier", "shared_expert_gate")
 """Modules that stay as they are: what attention over latents reads, and what chooses experts."""
 
 
@@ -70,7 +70,7 @@ def pack(model: nn.Module, kind: str, rows_of: Callable[[str], Rows] | None = No
     """Put packed matrices in the place of a model's linear layers and embeddings.
 
     Those that share a weight share its matrix; a weight is let go of as soon as it is rounded.
-    Experts whose matrices are one tensor, and the modules of `APART`, stay as they are.
+    Experts whose matrices are one tensor, and the modules of `UNPACKED`, stay as they are.
 
     Args:
         model: on a CPU, or without data: then its matrices are made, and not filled.
@@ -160,7 +160,7 @@ def _fault(kind: str, dtype: torch.dtype) -> str | None:
 
 
 def _is_packable(name: str, module: nn.Module) -> bool:
-    if name in APART:
+    if name in UNPACKED:
         return False
     if is_plain(module):
         return True

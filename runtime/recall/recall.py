@@ -191,13 +191,17 @@ class Recall:
         Only short messages count: a text that was pasted is asked about in its own words, and
         would hide what was told.
         """
-        statements = [passage for passage in self._told(ids) if not all_newest([passage], len(ids))]
+        statements = [
+            passage
+            for passage in self._newest_statements(ids)
+            if not all_newest([passage], len(ids))
+        ]
         near = meaning.likeness(question, [passage.text for passage in statements])
         best = np.argsort(-near, kind="stable")[:NEAREST]
         return [statements[i]._replace(score=float(near[i])) for i in best if near[i] > 0]
 
-    def _told(self, ids: Sequence[int]) -> list[Passage]:
-        """Return the newest passages of the user's short messages that ask nothing."""
+    def _newest_statements(self, ids: Sequence[int]) -> list[Passage]:
+        """Return the newest passages of the user's short messages, without questions."""
         passages = list[Passage]()
         for _, start, stop, role in self.dialogue.messages(ids):
             first = max([start, *(b for a, b in self.spans if start <= a and b <= stop)])

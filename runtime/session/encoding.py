@@ -110,12 +110,12 @@ def cuts(backend: Any, text: str) -> list[int]:
     offsets = list[int]()
     for start in range(PIECE, len(text) - PIECE // 2, PIECE):
         space = CUT.search(text, start, start + SOUGHT)
-        if space is not None and _apart(backend, text, space.start()):
+        if space is not None and _cuts_cleanly(backend, text, space.start()):
             offsets.append(space.start())
     return offsets
 
 
-def _apart(backend: Any, text: str, offset: int) -> bool:
+def _cuts_cleanly(backend: Any, text: str, offset: int) -> bool:
     """Return whether cutting the text at `offset` leaves the tokens around it unchanged."""
     before, behind = text[offset - NEAR : offset], text[offset : offset + NEAR]
 

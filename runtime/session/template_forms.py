@@ -152,7 +152,7 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 
 @lru_cache(maxsize=16)
-def _found(template: str) -> dict[str, bool]:
+def _reads_parts(template: str) -> dict[str, bool]:
     """Return a template's cache: for each role, whether it reads contents as lists of parts."""
     return {}
 
@@ -162,7 +162,7 @@ def _users_parts(template: str, write: Write) -> bool:
 
     A template that fails on both is given texts: the real conversation then says why it fails.
     """
-    abilities = _found(template)
+    abilities = _reads_parts(template)
     if "user" not in abilities:
         text = _marker_in(write, [{"role": "user", "content": MARKER}])
         parts = not text and _marker_in(write, [{"role": "user", "content": _parts(MARKER)}])
@@ -180,7 +180,7 @@ def _users_parts(template: str, write: Write) -> bool:
 
 def _parts_of_role(template: str, write: Write, role: str) -> bool:
     """Return whether a template that reads a user's parts also reads another role's."""
-    abilities = _found(template)
+    abilities = _reads_parts(template)
     if role not in abilities:
         question: Message = {"role": "user", "content": _parts(".")}
         called = {"role": "assistant", "content": _parts(""), "tool_calls": [CALL]}

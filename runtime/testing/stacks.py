@@ -103,11 +103,11 @@ class CallLog:
                     stack[-1] = (code, last, event == "c_call")
             done = until
             if not (self.full and done == len(self._times)):
-                stacks[index] = [_place(*each) for each in reversed(stack)]
+                stacks[index] = [_line_of(*each) for each in reversed(stack)]
         return stacks
 
 
-def _place(code: CodeType, last: int, exact: bool) -> Place:
+def _line_of(code: CodeType, last: int, exact: bool) -> Place:
     line = code.co_firstlineno
     for begin, end, number in code.co_lines():
         if begin <= last < end and number is not None:

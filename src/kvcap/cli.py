@@ -74,9 +74,11 @@ def application(name: str | None = None) -> CommandGroup:
     )
     for each in [name] if name in commands else commands:
         module, _, attribute = commands[each].rpartition(".")
-        found = getattr(importlib.import_module(f"kvcap.{module}"), attribute)
+        target = getattr(importlib.import_module(f"kvcap.{module}"), attribute)
         made = (
-            found if isinstance(found, CommandGroup) else command(found, **SETTINGS.get(each, {}))
+            target
+            if isinstance(target, CommandGroup)
+            else command(target, **SETTINGS.get(each, {}))
         )
         app.add_command(made, each)
     return app
@@ -128,8 +130,8 @@ def _wrong_option(error: Any) -> str:
     parameter = getattr(error, "param", None)
     if where is None or parameter is None:
         return said
-    found = variables(where, [str(parameter.name)])
-    return f"{said}; the environment says {found[0]}" if found else said
+    settings = variables(where, [str(parameter.name)])
+    return f"{said}; the environment says {settings[0]}" if settings else said
 
 
 def wait_briefly() -> None:

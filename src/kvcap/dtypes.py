@@ -69,8 +69,8 @@ def torch_dtype(name: str) -> torch.dtype:
     """
     import torch
 
-    found: torch.dtype = getattr(torch, full(name))
-    return found
+    dtype: torch.dtype = getattr(torch, full(name))
+    return dtype
 
 
 def parse(given: str | torch.dtype | None) -> torch.dtype | None:

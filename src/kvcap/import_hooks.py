@@ -24,8 +24,8 @@ class _Finder:
         if name not in self.functions:
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
-        found = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((spec for spec in found if spec is not None), None)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
             execute = loader.exec_module

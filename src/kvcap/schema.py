@@ -17,26 +17,26 @@ SHOWN = 120  # letters of a value that a message shows
 RANGE = {"type", "minimum", "maximum"}  # all that the schema of a long list's numbers may say
 
 
-def fault(found: object, schema: Path) -> str | None:
-    """Return the first place where a document breaks a schema, and why; None if it fits.
+def fault(document: object, schema: Path) -> str | None:
+    """Return the first part of a document that breaks a schema, and why; None if it fits.
 
     Others are not looked for, as a document may have as many as it has numbers.
 
     Args:
-        found: the parsed document.
+        document: the parsed document.
         schema: its file; it may refer to others in the same folder by their names.
     """
     try:
-        error = next(_validator(schema).iter_errors(found), None)
+        error = next(_validator(schema).iter_errors(document), None)
         if error is None:
             return None
-        place = "/".join(str(part) for part in error.absolute_path) or "the whole"
+        path = "/".join(str(part) for part in error.absolute_path) or "the whole"
         message: str = error.message
     except RecursionError:
         return "it is nested too deeply"
     if len(message) > SHOWN:
         message = f"{message[: SHOWN // 2]} ... {message[-SHOWN // 2 :]}"
-    return f"{place[:SHOWN]}: {message}"
+    return f"{path[:SHOWN]}: {message}"
 
 
 @cache
@@ -49,17 +49,17 @@ def _validator(schema: Path) -> Any:
 
     one_by_one = Draft202012Validator.VALIDATORS["items"]
 
-    def items(validator: Any, wanted: Any, found: Any, whole: Any) -> Iterator[Any]:
+    def items(validator: Any, wanted: Any, document: Any, whole: Any) -> Iterator[Any]:
         """Check lists of numbers, which may have millions, by one comparison each."""
         plain = isinstance(wanted, dict) and wanted.keys() <= RANGE
-        if not plain or wanted.get("type") != "number" or not isinstance(found, list):
-            yield from one_by_one(validator, wanted, found, whole) or ()
+        if not plain or wanted.get("type") != "number" or not isinstance(document, list):
+            yield from one_by_one(validator, wanted, document, whole) or ()
             return
         most = sys.float_info.max
         low, high = wanted.get("minimum", -most), wanted.get("maximum", most)
-        for place, number in enumerate(found):
+        for index, number in enumerate(document):
             if type(number) not in (int, float) or not low <= number <= high:
-                yield from validator.descend(number, wanted, path=place)
+                yield from validator.descend(number, wanted, path=index)
 
     texts = {path.name: path.read_text(encoding="utf-8") for path in schema.parent.glob("*.json")}
     schemas = {name: json.loads(text) for name, text in texts.items()}

@@ -14,7 +14,7 @@ from kvcap.evals.quality.text import fit
 
 MAX_NEW_TOKENS = 50
 PLACED = False  # words are spread over the text
-ASKED = 3
+QUERIED = 3
 DOTS = "..."  # the most frequent word of all, which the question excludes
 VOCABULARY = 50  # tokens of the text for each coded word
 LEAST = 4  # least occurrences of the third most frequent word
@@ -27,7 +27,7 @@ def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
     The word of rank k has the share `6 / (π k)²`; the dots have rank 1.
     """
     coded: dict[str, None] = {}
-    while len(coded) < max(2 * ASKED, length // VOCABULARY):
+    while len(coded) < max(2 * QUERIED, length // VOCABULARY):
         coded["".join(rng.choices(ascii_lowercase, k=6))] = None
     order = rng.getrandbits(32)
 
@@ -41,7 +41,7 @@ def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
             f"three most frequently appeared coded words. {' '.join(entries)}",
             "Question: Do not provide any explanation. Please ignore the dots '....'. What are "
             "the three most frequently appeared words in the above coded text?",
-            tuple(coded)[:ASKED],
+            tuple(coded)[:QUERIED],
             joint="\n",
             opening="According to the coded text above, the three most frequently appeared words "
             "are:",
@@ -50,7 +50,7 @@ def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
     def measure(count: int, dots: list[str]) -> int:
         return len(prompt_ids(tokenizer, write(count, dots)))
 
-    least = count = round(LEAST / _share(1 + ASKED))
+    least = count = round(LEAST / _share(1 + QUERIED))
     if (needed := measure(least, [])) > length:
         raise ValueError(f"a length of {length} tokens is too short; {needed} are needed")
     step = 1 << length.bit_length()

@@ -144,7 +144,7 @@ def _of_block(manifest: Manifest, beside: Beside, block: int) -> MemoryPlan:
         rotation_table=0 if turns is None else turns.nbytes,
         sliding_layers=parts["sliding"],
         state_layers=0,
-        workspace=_workspace(manifest, slots, block) + _told(manifest, block),
+        workspace=_workspace(manifest, slots, block) + _query_bytes(manifest, block),
         logits=4 * manifest.model["vocabulary"],
         weights=manifest.model["weights_bytes"],
         weights_from=_source(manifest),
@@ -169,7 +169,7 @@ def _scales(manifest: Manifest) -> int:
     return 8 * int(model["layers"] * model["kv_heads"] * model["head_dim"])
 
 
-def _told(manifest: Manifest, block: int) -> int:
+def _query_bytes(manifest: Manifest, block: int) -> int:
     """Return the bytes of the queries that a block's evictions may look at, in float32."""
     model = manifest.model
     if manifest.facts["queries_observed"] == 0:
