@@ -34,13 +34,13 @@ def penalties(config: Any, said: Sequence[int]) -> dict[int, float]:
         said: the answer's tokens so far.
     """
     presence, frequency, dry = _values(config)
-    found = dict[int, float]()
+    by_token = dict[int, float]()
     if presence or frequency:
-        found = {token: presence + frequency * times for token, times in Counter(said).items()}
+        by_token = {token: presence + frequency * times for token, times in Counter(said).items()}
     if dry:
         for token, length in _continuations(said).items():
-            found[token] = found.get(token, 0.0) + dry * BASE ** (length - ALLOWED)
-    return found
+            by_token[token] = by_token.get(token, 0.0) + dry * BASE ** (length - ALLOWED)
+    return by_token
 
 
 def _values(config: Any) -> tuple[float, float, float]:
@@ -53,7 +53,7 @@ def _continuations(said: Sequence[int]) -> dict[int, int]:
 
     Passages of fewer than `ALLOWED` tokens do not count.
     """
-    found, end = dict[int, int](), len(said)
+    longest, end = dict[int, int](), len(said)
     last = said[-ALLOWED:]
     for start in range(end - ALLOWED):
         stop = start + ALLOWED
@@ -62,5 +62,5 @@ def _continuations(said: Sequence[int]) -> dict[int, int]:
         length = ALLOWED
         while length < min(stop, LONGEST) and said[stop - 1 - length] == said[end - 1 - length]:
             length += 1
-        found[said[stop]] = max(length, found.get(said[stop], 0))
-    return found
+        longest[said[stop]] = max(length, longest.get(said[stop], 0))
+    return longest
