@@ -48,7 +48,7 @@ class Folder:
         return str(self.files[digest]["file"])
 
     def copy(self, name: str, source: Path) -> str:
-        """Copy a file, which may be large; return its name."""
+        """Copy the file `source` into the plan as `name`; return that name."""
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, path)

@@ -548,7 +548,7 @@ def _scored(length: int) -> int:
 
 
 def _passages(length: int) -> int:
-    """Return into how many passages the scored tokens of a piece are cut."""
+    """Return the number of passages into which the scored tokens of a piece are cut."""
     return max(1, _scored(length) // PASSAGE)
 
 

@@ -31,7 +31,7 @@ KEPT, EVICTED = "#0b62a4", "#e8a33d"
 
 
 def check(options: AnalysisOptions) -> None:
-    """Accept all options; `place` refuses a missing layer or head once the text is read."""
+    """Accept all options; `layer_and_head` refuses a missing one once the text is read."""
 
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:

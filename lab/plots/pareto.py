@@ -95,7 +95,7 @@ def _name(cell: Cell) -> tuple[str, str]:
 
 
 def _block(block: SubFigure, cells: list[Cell]) -> list[tuple[Axes, list[Label]]]:
-    """Draw two panels; return their labels, which are put once the panels have their place."""
+    """Draw two panels; return their labels, which are placed once the layout is final."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes = block.subplots(1, len(COSTS), sharey=True)

@@ -58,7 +58,7 @@ def update(rng: Random, tokens: int) -> list[Message]:
 
 @task
 def recite(rng: Random, tokens: int) -> list[Message]:
-    """List every fact told so far."""
+    """Make a conversation that states facts, then asks for all of them."""
     known = facts(rng, rng.randint(1, 5))
     turns: list[Turn] = [(state(rng, fact), acknowledge(rng, [fact])) for fact in known]
     room = max(0, tokens - 60 * len(known) - 60)

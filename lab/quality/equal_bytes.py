@@ -176,7 +176,7 @@ def _digest(prompts: Sequence[Sequence[int]]) -> int:
 
 
 def _perplexity(work: SideWork, session: Session) -> dict[str, Any]:
-    """Return the mean losses of the last part of some texts."""
+    """Return each text's mean loss over its last part, their unit and the prompts' digest."""
     from kvcap.evals.quality.llama_answering import losses
 
     task = "perplexity" if work.text is None else f"perplexity:{work.text}"

@@ -292,7 +292,7 @@ def _checked_settings(sweep: Sweep, crew: Crew) -> list[Setting]:
 
 
 def usual_positions(sweep: Sweep, config: Any) -> Positions:
-    """Return how positions are kept first in a sweep: as it says, or as a chat would."""
+    """Return the mode of positions of a sweep's first cells: its own, or a chat's."""
     if sweep.positions:
         return sweep.positions[0]
     shape = ModelShape.of(config.get_text_config(decoder=True))

@@ -97,9 +97,9 @@ def page(folder: Path) -> str:
 
 
 def regions(figures: dict[str, Any], recent: int = 32) -> list[dict[str, Any]]:
-    """Return a strip's numbers: for each run, the mean share of heads that hold a token.
+    """Return a row for each run: the mean share of heads that hold a token, by part of the text.
 
-    There is one for the first 4 tokens, for the newest `recent` and for those between; and the
+    The parts are the first 4 tokens, the newest `recent` and the tokens between. `gone` is the
     share of all tokens that no head of any layer holds.
     """
     heads = figures["kv_heads"] * len(figures["layers"])

@@ -31,7 +31,7 @@ class Kept(NamedTuple):
     age_s: int  # seconds since it was made
 
     def __str__(self) -> str:
-        """Return a line for people."""
+        """Return a line with the size, folder, model, settings and age."""
         parts = [x for x in (self.settings.get("weights"), self.settings.get("policy")) if x]
         if (tokens := self.settings.get("budget_tokens")) is not None:
             parts += [f"{tokens} slots", f"blocks of {self.settings.get('block_size', '?')}"]

@@ -298,7 +298,7 @@ def _type(kind: Any, declared: Declared) -> Any:
 
 
 def _taken(value: Any, several: bool, check: Callable[[Any], Any] | None) -> Any:
-    """Return what a command gets: a list in place of a tuple, None in place of an empty one."""
+    """Convert click's value to what a command gets: a tuple to a list, an empty one to None."""
     if several:
         value = list(value or ()) or None
     return value if check is None or value is None else check(value)

@@ -70,7 +70,7 @@ def library_of() -> str:
 
 
 def answers_of_gguf(model: str) -> tuple[list[End], Generation, ModelKind]:
-    """Return what ends an answer of a GGUF file, its settings of generation, and its kind."""
+    """Return a GGUF file's tokens that end an answer, settings of generation and kind."""
     from kvcap.runtime.backends.llamacpp.library import load_library
     from kvcap.runtime.backends.llamacpp.model import LlamaModel
     from kvcap.runtime.backends.llamacpp.runtime import generation_of

@@ -90,7 +90,7 @@ def kept_export(
 def foreseen_export(
     model: str, weights: str, budget: Budget, calibrate: Path | None = None
 ) -> Manifest:
-    """Return the manifest of a model's export; of one that is not made yet, what it would say.
+    """Return the manifest of a model's export, or the one that an export not made yet would have.
 
     Takes and raises the same as `kept_export`. No weights are read, and nothing is written.
     """
@@ -110,7 +110,7 @@ def foreseen_export(
 def _requested_export(
     model: str, weights: str, budget: Budget, symmetric: bool | None, calibrate: Path | None
 ) -> tuple[dict[str, Any], Path]:
-    """Return what is fixed in an export, and the folder of it; refuse what cannot be exported."""
+    """Return the settings that an export fixes, and its folder; refuse what has no export."""
     path = None if model in BUILT_IN else locate(model)
     if path is not None and is_export(path):
         raise NotExportable(
@@ -185,7 +185,7 @@ def _version(package: str) -> str | None:
 
 
 def _options(budget: Budget, symmetric: bool | None) -> list[str]:
-    """Return the options of `kvcap export decoder` besides model, type and place."""
+    """Return the options of `kvcap export decoder`, without model, type and folder."""
     pairs(budget.policy_option or [])  # refuses what is no KEY=VALUE
     tokens, block = budget.settings().sizes
     given: dict[str, Any] = {
@@ -246,7 +246,7 @@ def _make(
 
 
 def _command(model: str, weights: str, facts: dict[str, Any], calibrate: Path | None) -> list[str]:
-    """Return the command that exports a model, but for where to."""
+    """Return the command that exports a model, without the option for its folder."""
     safe = ["-P"] if getattr(sys.flags, "safe_path", False) else []
     program = [sys.executable, *safe, "-m", "kvcap", "export", "decoder", model]
     text = [] if calibrate is None else ["--calibrate", str(calibrate)]

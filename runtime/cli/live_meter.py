@@ -66,7 +66,7 @@ class Meter:
             self._draw(status(self._stats(), self._width))
 
     def clear(self) -> None:
-        """Take the line of figures away."""
+        """Erase the line of figures."""
         if self._drawn:
             sys.stderr.write(CLEAR)
             sys.stderr.flush()

@@ -104,14 +104,14 @@ class MarkdownMeter(Meter):
             self._draw(status(self._stats(), self._width) if self._shown else "")
 
     def clear(self) -> None:
-        """Take away what was not printed for good."""
+        """Erase the lines that are not final."""
         if self._live is not None:
             with interrupts_deferred():
                 self._live.stop()
                 self._live = None
 
     def end(self) -> None:
-        """Print the rest of the answer for good."""
+        """Print the rest of the answer as final."""
         self.clear()
         self._settle(blocks(self._text))
         self._text = ""
@@ -147,7 +147,7 @@ class MarkdownMeter(Meter):
         self._next = now + max(PAUSE, SHARE * (now - start))
 
     def _settle(self, finished: list[str]) -> None:
-        """Print finished blocks for good."""
+        """Print finished blocks as final."""
         for block in finished:
             if lines := self._rendered(block):
                 if rest := lines[self._printed :]:

@@ -79,7 +79,7 @@ def _bytes(folder: Path) -> int:
 
 
 def _row(one: Cached, budget: Budget) -> dict[str, Any]:
-    """Return what is listed of a model: its plan in one line, or why there is none."""
+    """Return a model's entry in the list: its plan in one line, or why there is none."""
     row: dict[str, Any] = {**one._asdict(), "path": str(one.path)}
     try:
         plan = planned(POCKET if one.name == POCKET else str(one.path), Backend(), budget)

@@ -65,7 +65,7 @@ def _rows(folder: Path) -> tuple[Rows, Rows]:
 
 
 def _executed(path: Path, names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the names, and those of the file's classes, which have properties and no methods."""
+    """Return `names` and the classes that a file defines, with their properties but no methods."""
     namespace = dict(names)
     for node in ast.parse(path.read_bytes()).body:
         if isinstance(node, ast.ClassDef):
@@ -80,7 +80,7 @@ def _executed(path: Path, names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _part(path: Path, names: Mapping[str, Any], kinds: Mapping[str, Any]) -> TablePart:
-    """Return the one part that a file defines, with its options as they are by default."""
+    """Return the policy or companion that a file defines, with its default options."""
     names_defined = _executed(path, names).items()
     [kind] = [
         x for key, x in names_defined if key not in names and issubclass(x, names["Component"])

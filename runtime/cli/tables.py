@@ -206,7 +206,7 @@ def _costs(row: Mapping[str, Any]) -> str:
 
 
 def _where(storage: str) -> str:
-    """Return in words where evicted tokens lie, if not beside the cache."""
+    """Return in words where evicted tokens are kept; '' for the device of the cache."""
     return {"": "", "device": "", "host": ", on the host"}.get(storage, f", in {storage}")
 
 

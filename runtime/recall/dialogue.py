@@ -97,7 +97,7 @@ class Dialogue:
 
 
 def _role(mark: str) -> str:
-    """Return whom a special token names; '' if nobody.
+    """Return the role that a special token names; '' if it names none.
 
     >>> [_role(mark) for mark in ("<|assistant|>", "<｜User｜>", "[INST]", "<|im_start|>")]
     ['assistant', 'user', 'user', '']

@@ -41,7 +41,7 @@ class Meaning:
 
     @cached_property
     def _plain(self) -> tuple[Vectors, Vectors]:
-        """Return the mean row [d], and a matrix [d, d] that makes rows equally long each way.
+        """Return the mean row [d], and a matrix [d, d] that gives rows equal variance each way.
 
         Most rows of a table point the same way, and would all be alike.
         """
@@ -98,7 +98,7 @@ class Meaning:
 
 
 def telling(text: str) -> list[str]:
-    """Return the words of a text but for those that name no subject."""
+    """Return the words of a text, without words that name no subject."""
     return [word.lower() for word in terms(text) if word.lower() not in EMPTY]
 
 

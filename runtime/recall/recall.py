@@ -98,7 +98,7 @@ class Recall:
 
     @cached_property
     def _pieces(self) -> TextPieces:
-        """Return the texts of tokens, which conversations in token ids alone do not need."""
+        """Return a reader of the texts of tokens, made when it is first needed."""
         return TextPieces(self._tokenizer)
 
     @cached_property
@@ -216,9 +216,15 @@ class Recall:
     def _needed(
         self, question: str, ids: Sequence[int], least: float, near: float = NEAR_BEST
     ) -> list[Passage]:
-        """Return `needed` passages; none if they have less of the question's words than `least`.
+        """Return the passages that a question needs; none if they have too few of its words.
 
-        What has no other words than the question would say nothing.
+        Passages without a word beyond the question's are left out: they answer nothing.
+
+        Args:
+            question: a text.
+            ids: every token that was read.
+            least: the share of the question's words that the passages must have together.
+            near: as for `needed`.
         """
         question_words, matches = {word.lower() for word in terms(question)}, list[Match]()
         for match in self.store.search(question):
@@ -425,7 +431,7 @@ def fused(*orders: Sequence[Passage]) -> list[Passage]:
 
 
 def held_shares(kept: Sequence[KeptTokens], seen: int) -> list[float]:
-    """Return how many of the first 0, 1, ... `seen` tokens the capped layers hold, on average."""
+    """Return how many of the first 0 to `seen` tokens the capped heads hold on average."""
     heads = [np.asarray(row) for layer in kept if layer.capped for row in layer.heads]
     if not heads:
         return [float(n) for n in range(seen + 1)]
@@ -434,7 +440,7 @@ def held_shares(kept: Sequence[KeptTokens], seen: int) -> list[float]:
 
 
 def with_gap(spans: Sequence[Span], at: int, tokens: int) -> list[Span]:
-    """Return where spans lie once so many tokens were inserted at a place.
+    """Return the spans once `tokens` tokens were inserted at the index `at`.
 
     >>> with_gap([(0, 4), (2, 9), (6, 8)], 5, 10)
     [(0, 4), (2, 5), (15, 19), (16, 18)]

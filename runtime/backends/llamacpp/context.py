@@ -86,7 +86,7 @@ def _cells_bytes(
 
 
 def _whole(size: float, unit: int, layers: int) -> int:
-    """Return the multiple of a unit, of a unit in every layer if possible, nearest to a size."""
+    """Round a size to a multiple of `unit * layers` if one is near enough, else of `unit`."""
     alike = round(size / unit / max(1, layers)) * unit * layers
     return alike if abs(alike - size) <= ROUNDED else round(size / unit) * unit
 

@@ -346,7 +346,7 @@ class Library:
         return settings
 
     def type_of(self, kind: int) -> NumberType:
-        """Return what the library knows of its type of numbers `kind`."""
+        """Return the library's description of its type of numbers `kind`."""
         known = self.symbol("ggml_get_type_traits", POINTER(NumberType), (ctypes.c_int,))
         number_type: NumberType = known(kind)[0]
         return number_type

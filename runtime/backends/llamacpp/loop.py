@@ -138,7 +138,7 @@ class LlamaCache(ArrayCache):
         return int(self.cell_positions[-1]) + 1 if self.held else 0
 
     def append(self, positions: Sequence[int]) -> None:
-        """Note that the next tokens were read at these positions."""
+        """Record that the next tokens were read at these positions."""
         count = len(positions)
         self.tokens = np.concatenate((self.tokens, np.arange(self.seen, self.seen + count)))
         self.cell_positions = np.concatenate((self.cell_positions, np.array(positions, np.int64)))
@@ -178,10 +178,10 @@ class LlamaCache(ArrayCache):
         self.cell_positions = positions
 
     def settle_keys(self) -> None:
-        """Have the library turn moved keys to their positions now, which it does in a pass.
+        """Rotate moved keys to their new positions now, not with the next token.
 
-        A state that is copied before that would have keys of one position and numbers of another.
-        The pass reads some token, whose cell is freed again.
+        The library does it at the start of a pass, so one is run over a token whose cell is freed
+        again. A state copied before would have keys of old positions under new numbers.
         """
         if self._moved:
             position = self._next

@@ -241,7 +241,7 @@ class LlamaPlanner:
 
 
 def usual_block(budget: int) -> int:
-    """Return the tokens of a block where nobody says how many: those that fill the last page.
+    """Return the usual tokens of a block: as many as fill the last page of cells.
 
     A context has whole pages of 256 cells, so that a larger block may cost nothing.
 

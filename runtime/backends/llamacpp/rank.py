@@ -44,7 +44,7 @@ class Ranking:
 
     @property
     def reads(self) -> Set[str]:
-        """Return which of keys and values are looked at; they are copied for it."""
+        """Return which of keys and values the ranking reads, of which copies are made."""
         return frozenset()
 
     def pins(self, budget: int, spans: Sequence[Span] = ()) -> tuple[int, int]:

@@ -37,7 +37,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 def embedding_rows(
     library: Library, file: Path, vocabulary: int
 ) -> Callable[[Sequence[int]], NDArray[np.float32]] | None:
-    """Return what reads rows [n, d] of a file's embedding table, which stays in the file.
+    """Return a function that reads rows [n, d] of a file's embedding table from the file.
 
     Args:
         library: that converts them.

@@ -147,7 +147,7 @@ class LlamaRuntime(ArrayEngine):
 
     @cached_property
     def meaning(self) -> Meaning | None:
-        """Return what compares texts by the file's embedding table."""
+        """Return an object that compares texts in meaning, by the file's embedding table."""
         rows = embedding_rows(self.gguf.library, self.gguf.file, self.vocabulary)
         encode = partial(encode_with, self.tokenizer, follows=True)
         return rows and Meaning(rows, encode, self.vocabulary)

@@ -313,7 +313,7 @@ class ExportedDecoder:
                 layer.evict(gone[0])
 
     def _evict_early(self, layer: LayerSlots, seen: int, spans: Sequence[Span]) -> None:
-        """Evict first what leaves before other text, down to the layer's budget."""
+        """Evict the regions that leave before other text, down to the layer's budget."""
         if self.regions is not None and self.regions.weighed:
             pins = [(0, self.sinks), (seen - max(1, *self.recents), seen), *spans]
             layer.evict_early(self.regions, pins, layer.held - layer.budget)
@@ -402,7 +402,7 @@ class ExportedDecoder:
         return [layer.positions(seen) for layer in self.capped]
 
     def state(self, seen: int, held: Sequence[int]) -> Mapping[str, Array]:
-        """Return views of what `held` slots of each layer have after `seen` tokens, by name.
+        """Return views of all layers' buffers by name, with `held` slots after `seen` tokens.
 
         Raises:
             ValueError: there are not so many slots.

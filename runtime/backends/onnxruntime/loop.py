@@ -53,7 +53,7 @@ class OrtCache(ArrayCache):
         return min(self._capped(self.decoder.budgets))
 
     def _capped(self, numbers: Sequence[int]) -> list[int]:
-        """Return those of each layer's numbers that are of capped layers."""
+        """Return the numbers of the capped layers, from a list with one for each layer."""
         return [n for i, n in enumerate(numbers) if i not in self.decoder.windows]
 
     @property
@@ -194,7 +194,7 @@ class OrtLoop(ArrayLoop):
 
     @property
     def room(self) -> Room:
-        """Return what the cache holds and what still fits."""
+        """Return how many slots are in use, free and in the budget."""
         cache = self.cache
         return Room(cache.held, cache.spare, cache.budget, lambda budget: budget)
 
