@@ -94,8 +94,14 @@ class LlamaModel:
         return ModelKind(self.architecture, self.embedding_size)
 
     @property
+    def title(self) -> str:
+        """Return the model's name in its file, its size and its type of weights, for people."""
+        name = "".join(filter(str.isprintable, self.field("general.name") or self.architecture))
+        return f"{name[:64]} ({self.parameters / 1e6:,.0f}M weights, {self.weights_type})"
+
+    @property
     def description(self) -> str:
-        """Return the family, size and type of weights, such as 'llama 135M Q4_1'."""
+        """Return llama.cpp's label; its size is guessed by the layers (256M for 135M)."""
         text = ctypes.create_string_buffer(256)
         self.library.calls.llama_model_desc(self.pointer, text, 256)
         return text.value.decode("utf-8", "replace")

@@ -134,7 +134,7 @@ class LlamaPlanner:
         window = f", some over windows of {model.window:,} tokens" if model.window else ""
         state = ", some with a state" if model.recurrent else ""
         count = model.library.calls.llama_model_n_layer(model.pointer)
-        return f"{count} layers of {model.description}{window}{state}, all with the same tokens"
+        return f"{count} layers of {model.title}{window}{state}, all with the same tokens"
 
     @property
     def sizes(self) -> tuple[int, int] | None:

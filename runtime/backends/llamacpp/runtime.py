@@ -154,8 +154,8 @@ class LlamaRuntime(ArrayEngine):
 
     @property
     def device_label(self) -> str:
-        """Return the library, the device and the type of weights, as text for people."""
-        return f"{self.gguf.library.label}, {self.gguf.description}"
+        """Return the library and the model with its type of weights, as text for people."""
+        return f"{self.gguf.library.label}, {self.gguf.title}"
 
     @property
     def kind(self) -> ModelKind:

@@ -54,6 +54,7 @@ def test_commands_run_a_file(gguf: Files, kvcap: Run) -> None:
     code, said, err = kvcap("plan", file, "--budget-tokens", "64")
     assert code == 0, err
     assert "runs by llama.cpp" in said
+    assert "3 layers of tiny (0M weights, " in said
     code, said, err = kvcap("chat", file, "--budget-tokens", "64", stdin=b"Hi\n/stats\n")
     assert code == 0, err
     assert said
