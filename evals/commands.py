@@ -225,18 +225,19 @@ def demo_command(
     with recall and without, and a table compares the answers.
     """
     from kvcap.evals.quality.demo import Demo, licences
-    from kvcap.policies import load_policy
-    from kvcap.runtime.backends.pytorch.runtime import Runtime
     from kvcap.runtime.cli.commands import load, quiet_libraries, use_threads
 
-    quiet_libraries()
     backend = options.Backend()
     if by_llamacpp := backend.by_llamacpp(model):
         budget = options.Budget(policy=policy, **vars(cap))
         running = options.Running(device=device, threads=threads)
         runtime = load(model, backend, budget, running, options.Output(quiet=True))
     else:
+        quiet_libraries()
         use_threads(threads)
+        from kvcap.policies import load_policy
+        from kvcap.runtime.backends.pytorch.runtime import Runtime
+
         runtime = Runtime.from_pretrained(
             model,
             cap.settings(policy=load_policy(policy or "keydiff", **cap.pins)),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,38 +16,32 @@ if TYPE_CHECKING:  # imported where it is used, as some processes are measured w
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of kvcap and of the libraries that compute."""
-    import torch
-    import transformers
-
-    return {
-        "kvcap": kvcap.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
+    """Return the versions of kvcap, Python, and the libraries that compute where they are there."""
+    found = {"kvcap": kvcap.__version__, "python": platform.python_version()}
+    for library in ("torch", "transformers"):
+        with suppress(PackageNotFoundError):
+            found[library] = version(library)
+    return found
 
 
 def device_name(device: torch.device | str, threads: int | None = None) -> str:
     """Return the device's kind and product name, and for a CPU the threads: PyTorch's if None."""
-    import torch
+    kind, _, _ = str(device).partition(":")
+    if kind == "cuda":
+        import torch
 
-    device = torch.device(device)
-    if device.type == "cuda":
         return f"cuda, {torch.cuda.get_device_name(device)}"
-    if device.type == "cpu":
-        return f"cpu, {_cpu()}, {threads or torch.get_num_threads()} threads"
-    return f"{device.type}, {platform.machine()}"
+    if kind == "cpu":
+        return f"cpu, {_cpu()}, {_threads(threads)} threads"
+    return f"{kind}, {platform.machine()}"
 
 
-def environment(device: torch.device | str) -> dict[str, Any]:
-    """Return device, versions and threads, for JSON."""
-    import torch
-
+def environment(device: torch.device | str, threads: int | None = None) -> dict[str, Any]:
+    """Return device, versions and threads, for JSON; PyTorch's threads if None."""
     return {
-        "device": device_name(device),
+        "device": device_name(device, threads),
         "versions": versions(),
-        "threads": torch.get_num_threads(),
+        "threads": _threads(threads),
     }
 
 
@@ -56,6 +52,14 @@ def grid(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     lines.insert(1, ["-" * width for width in widths])
     aligned = ([c.ljust(w) for c, w in zip(line, widths, strict=True)] for line in lines)
     return [f"| {' | '.join(line)} |" for line in aligned]
+
+
+def _threads(count: int | None) -> int:
+    if count is None:
+        import torch  # which runs of GGUF files do without
+
+        return torch.get_num_threads()
+    return count
 
 
 def _cpu() -> str:

@@ -254,7 +254,7 @@ def first_line(error: Exception | str) -> str:
     """
     if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "transformers"):
         return (
-            f"{error.name} is not installed, which all but GGUF files and exports needs; run in "
+            f"{error.name} is not installed, and only GGUF files and exports do without it; run in "
             "kvcap's checkout: make setup, or pip install ."
         )
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -23,6 +23,7 @@ from kvcap.evals.reports import environment
 from kvcap.pocket.facts import Fact
 from kvcap.pocket.prose import filler
 from kvcap.runtime.backends.llamacpp.runtime import LlamaRuntime
+from kvcap.runtime.cores import usable_cores
 from kvcap.runtime.recall.settings import DEFAULT
 from kvcap.runtime.session.engine import Engine
 from kvcap.runtime.session.session import Session
@@ -205,7 +206,7 @@ class Demo:
 def _environment(runtime: Engine) -> dict[str, Any]:
     if isinstance(runtime, LlamaRuntime):
         library = {"library": runtime.gguf.library.label}
-        return {**environment("cpu"), "threads": runtime.threads, **library}
+        return {**environment("cpu", runtime.threads or len(usable_cores())), **library}
     model: Any = getattr(runtime, "model")  # noqa: B009  # PyTorch's, which an engine need not have
     return environment(model.device)
 
