@@ -24,6 +24,7 @@ import kvcap
 from kvcap import cli, pocket
 from kvcap.evals import lm_eval as ours
 from kvcap.evals.lm_eval import KvcapLM
+from kvcap.lab.quality.longbench_sets import SETS
 from kvcap.pocket.facts import facts
 from kvcap.pocket.prose import filler
 from kvcap.policies import PolicyError
@@ -485,3 +486,26 @@ def test_the_name_is_known_wherever_kvcap_is_imported() -> None:
     from lm_eval.api.registry import get_model
 
     assert get_model("kvcap") is KvcapLM
+
+
+@harness
+def test_sets_of_longbench_are_asked_as_the_page_says():
+    """Those of the first row of docs/lm-eval.md as `kvcap eval` asks them, and no others."""
+    import lm_eval
+    import yaml
+    from jinja2 import Template
+
+    class Loader(yaml.SafeLoader):
+        """Reads names of functions as texts."""
+
+    Loader.add_constructor("!function", lambda loader, node: node.value)
+    folder, same = Path(lm_eval.__file__).parent / "tasks/longbench", set()
+    for name, asked in SETS.items():
+        task = yaml.load((folder / f"{name}.yaml").read_text(), Loader)
+        template = Template(task["doc_to_text"], keep_trailing_newline=True)
+        prompt = template.render(context="{context}", question="{input}")
+        assert task["generation_kwargs"]["max_gen_toks"] == asked.max_new_tokens
+        same |= {name} if prompt == asked.template else set()
+    page = (Path(__file__).parents[2] / "docs/lm-eval.md").read_text()
+    (row,) = (line for line in page.splitlines() if "the same numbers" in line)
+    assert same == {*row.split("|")[1].split("`")[3::2]}
