@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 import pytest
-from server_chats import client_of, pocket
+from server_chats import CALL, client_of, pocket
 from stand_in import Script
 
 from kvcap.serve.app import Settings
@@ -16,20 +16,6 @@ from kvcap.serve.scheduler import Limits, Scheduler
 
 SETTINGS = Settings("pocket", limits=RequestLimits(body_bytes=5_000))
 TOOL: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-
-
-def test_an_input_is_answered_with_its_usage(client, talk):
-    said = client.responses.create(
-        model="pocket", input="Hi", instructions="Be brief.", max_output_tokens=9, temperature=0.5
-    )
-    assert (said.output_text, said.status) == ("Hello there", "completed")
-    assert (said.usage.input_tokens, said.usage.input_tokens_details.cached_tokens) == (11, 4)
-    assert talk.asked.messages == (
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"},
-    )
-    assert talk.asked.options == {"max_new_tokens": 9, "temperature": 0.5}
 
 
 def test_a_stream_is_put_together_by_the_client(client, talk):
@@ -42,22 +28,6 @@ def test_a_stream_is_put_together_by_the_client(client, talk):
     assert kinds.count("response.output_text.delta") == 2
     assert [item.type for item in said.output] == ["reasoning", "message", "function_call"]
     assert (said.output_text, said.output[2].arguments) == ("Hello", '{"a": 1}')
-
-
-def test_a_call_and_its_output_are_those_of_a_chat(client, talk):
-    talk.script = Script([CALL])
-    first = client.responses.create(model="pocket", input="1+1?", tools=[TOOL])
-    (call,) = first.output
-    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
-    for more in (
-        {"input": [output], "previous_response_id": first.id},
-        {"input": [{"role": "user", "content": "1+1?"}, call.model_dump(), output]},
-    ):
-        client.responses.create(model="pocket", tools=[TOOL], **more)
-        asked, called, returned = talk.asked.messages
-        assert asked == {"role": "user", "content": "1+1?"}
-        assert called["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
-        assert returned == {"role": "tool", "tool_call_id": call.call_id, "content": "2"}
 
 
 def test_a_response_goes_on_and_one_that_is_not_known_is_refused(client, talk):
@@ -83,33 +53,6 @@ def test_a_response_goes_on_and_one_that_is_not_known_is_refused(client, talk):
         client.responses.create(model="pocket", input="x" * 4_000)
     with pytest.raises(openai.NotFoundError):
         client.responses.create(model="pocket", input="Four", previous_response_id=second.id)
-
-
-@pytest.mark.parametrize("body", [
-    {"max_output_tokens": 0}, {"include": ["message.output_text.logprobs"]},
-    {"input": [{"role": "king", "content": "x"}]}, {"background": True},
-    {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-    {"tools": [{"type": "function", "name": "f", "odd": 1}]}, {"tools": [{}]},
-    {"conversation": "x"}, {"unheard_of": 1},
-    {"tool_choice": {"type": "web_search"}, "tools": [{"type": "web_search"}]},
-    {"tool_choice": "required", "tools": [{"type": "custom", "name": "patch"}]},
-])  # fmt: skip
-def test_what_cannot_be_answered_is_refused_by_name(client, talk, body):
-    with pytest.raises(openai.BadRequestError, match=next(iter(body))):
-        client.responses.create(model="pocket", **{"input": "Hi"}, extra_body=body)
-
-
-@pytest.mark.parametrize(("wrong", "field"), [
-    ({"name": "a b"}, "name"), ({"arguments": 5}, "arguments"), ({"call_id": "x" * 300}, "call_id"),
-    ({"type": "function_call_output", "output": "2", "call_id": "x" * 300}, "call_id"),
-])  # fmt: skip
-def test_what_is_wrong_is_named_where_it_stands_in_the_input(client, talk, wrong, field):
-    """Instructions are a message of their own in a chat, and calls join that before them."""
-    call = {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"}
-    said: Any = [{"role": "user", "content": "x"}, call, {**call, **wrong}]
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.responses.create(model="pocket", instructions="Be brief.", input=said)
-    assert refused.value.param == f"input.2.{field}"
 
 
 def test_a_response_goes_on_with_what_its_conversation_holds():
