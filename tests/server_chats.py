@@ -17,7 +17,6 @@ from kvcap.runtime.cli.options import Backend, Budget, Output, Recalling, Runnin
 from kvcap.serve.app import Settings, application
 from kvcap.serve.commands import Address, EngineOptions, Load, opened
 from kvcap.serve.contract import Ask, Reply
-from kvcap.serve.limits import RequestLimits
 from kvcap.serve.scheduler import Limits, Scheduler
 from kvcap.serve.server import Server, bound
 
@@ -55,12 +54,17 @@ def pocket(policy: str = "keydiff", budget: int = 64) -> kvcap.Runtime:
     return pocket_runtime(policy, budget)
 
 
+def serving(conversations: Any, routes: Any = (), **settings: Any) -> Server:
+    """Return a server of the model `pocket`, still to be begun, on a free port of this machine."""
+    said = Settings("pocket", **settings)
+    return Server(application(conversations, said, routes), bound("127.0.0.1", 0), said.limits)
+
+
 @contextmanager
 def client_of(scheduler: Scheduler) -> Iterator[openai.OpenAI]:
     """Serve conversations as the model `pocket`, and return OpenAI's client of that server."""
-    app = application(scheduler, Settings("pocket"))
     with (
-        Server(app, bound("127.0.0.1", 0), RequestLimits()) as server,
+        serving(scheduler) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 from make import eventually, ran
-from server_chats import CALL, HELLO, TOOL, post
+from server_chats import CALL, HELLO, TOOL, post, serving
 from stand_in import Script, StandIn
 from tools import PATIENCE
 
@@ -113,8 +113,7 @@ def test_what_may_be_a_call_is_held_back_and_nothing_else(written, content, call
 
 def test_only_the_right_keys_are_let_in_and_each_is_an_owner():
     talk = StandIn()
-    settings = Settings("pocket", keys=KEYS)
-    with Server(application(talk, settings), bound("127.0.0.1", 0), settings.limits) as server:
+    with serving(talk, keys=KEYS) as server:
         for key in ("wrong", "", KEYS[0][:-1], "ключ"):
             headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
             for path in ("/v1/models", "/metrics", "/v1/chat/completions", "/nowhere"):
@@ -150,26 +149,13 @@ def test_other_sites_reach_nothing(url, talk):
     assert not [name for name in said.headers if name.startswith("access-control")]
 
 
-def test_wrong_addresses_methods_and_bodies_are_refused_in_openais_form(url, talk):
+def test_a_body_in_pieces_and_names_of_conversations_have_their_limits(url, talk):
     kind = {"Content-Type": "application/json"}
-    for method, path, content, status in (
-        ("GET", "/v1/nowhere", None, 404),
-        ("GET", "/../../etc/passwd", None, 404),
-        ("GET", "/v1/models/../../etc", None, 404),
-        ("POST", "/v1/chat/completions", b"x" * 20_001, 413),
-        ("POST", "/v1/chat/completions", iter([b"x" * 10_000] * 3), 413),
-        ("POST", "/v1/chat/completions", b"\xff", 400),
-        ("POST", "/v1/chat/completions", b"[" * 10_000, 400),
-        ("POST", "/v1/completions", b'{"prompt": "\\ud800"}', 400),
-        ("POST", "/v1/completions", b'{"prompt": "x", "temperature": NaN}', 400),
-    ):
-        said = httpx.request(method, url + path, content=content, headers=kind)
-        assert said.status_code == status, (path, said.text)
-        assert said.json()["error"].keys() == {"message", "type", "param", "code"}
+    address = f"{url}/v1/chat/completions"
+    said = httpx.post(address, content=iter([b"x" * 10_000] * 3), headers=kind)
+    assert (said.status_code, said.json()["error"]["type"]) == (413, "invalid_request_error")
     for name in ("../../etc", "a b", "x" * 200, "-x", ""):
-        said = httpx.post(
-            f"{url}/v1/chat/completions", json={"messages": HELLO}, headers={"X-Session-Id": name}
-        )
+        said = httpx.post(address, json={"messages": HELLO}, headers={"X-Session-Id": name})
         assert said.status_code == 400, name
 
 
@@ -189,28 +175,6 @@ def test_wrong_addresses_and_methods_say_which_are_right(url, talk):
     assert said.headers["Allow"] == "POST"
     error = httpx.delete(f"{url}/health").json()["error"]
     assert error["message"] == "'/health' does not answer DELETE; use GET or HEAD"
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        b"rubbish\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n",
-        b"GET /h\x01 HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: x\r\n\r\n",
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
-        b"\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-    ],
-)  # fmt: skip
-def test_what_is_no_http_is_refused_in_openais_form(served, said):
-    with socket.create_connection(served[1].socket.getsockname(), PATIENCE) as client:
-        client.sendall(said)
-        answer = http.client.HTTPResponse(client)
-        answer.begin()
-        assert (answer.status, answer.headers["Content-Type"]) == (400, "application/json")
-        error = json.loads(answer.read())["error"]
-        assert error["type"] == "invalid_request_error"
-        assert "no request of HTTP/1.1" in error["message"]
-        assert client.recv(1) == b""
 
 
 def test_no_http_behind_an_answer_ends_the_connection(served, caplog):
@@ -275,8 +239,7 @@ def test_no_body_makes_the_server_fail(served, body):
 def test_clients_that_say_or_read_nothing_are_let_go_of():
     talk = StandIn(Script(["x" * 10_000] * 10_000))
     limits = RequestLimits(head_seconds=0.2, body_seconds=0.2, write_seconds=0.2)
-    settings = Settings("pocket", limits=limits)
-    with Server(application(talk, settings), bound("127.0.0.1", 0), limits) as server:
+    with serving(talk, limits=limits) as server:
         address = server.socket.getsockname()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
         whole = head + b"Content-Type: application/json\r\n"
@@ -298,8 +261,7 @@ def test_clients_that_say_or_read_nothing_are_let_go_of():
 
 def test_more_connections_than_allowed_are_turned_away():
     limits = RequestLimits(connections=3)
-    settings = Settings("pocket", limits=limits)
-    with Server(application(StandIn(), settings), bound("127.0.0.1", 0), limits) as server:
+    with serving(StandIn(), limits=limits) as server:
         address = server.socket.getsockname()
         idle = [socket.create_connection(address) for _ in range(2)]
         said = httpx.get(f"{server.url}/health")
@@ -321,17 +283,14 @@ def test_metrics_show_every_figure_and_no_word_of_a_client(url, talk):
 
 
 def test_a_server_that_closes_says_so():
-    talk = StandIn(saved=True)
-    settings = Settings("pocket")
-    with Server(application(talk, settings), bound("127.0.0.1", 0), settings.limits) as server:
+    with serving(StandIn(saved=True)) as server:
         said = httpx.get(f"{server.url}/health")
         assert (said.status_code, said.json()) == (503, {"status": "closing"})
 
 
 def test_answers_come_to_their_end_when_the_server_is_stopped():
     talk = StandIn(Script(["a"] * 30, wait_s=0.01))
-    settings = Settings("pocket")
-    server = Server(application(talk, settings), bound("127.0.0.1", 0), settings.limits)
+    server = serving(talk)
     server.__enter__()
     with httpx.stream(
         "POST", f"{server.url}/v1/chat/completions", json={"messages": HELLO, "stream": True}
@@ -387,7 +346,6 @@ def test_curl_is_answered(url, talk):
 
 def test_defaults_of_the_server_are_for_what_a_request_leaves_out():
     talk = StandIn()
-    settings = Settings("pocket", defaults={"temperature": 0.0, "max_new_tokens": 9})
-    with Server(application(talk, settings), bound("127.0.0.1", 0), settings.limits) as server:
+    with serving(talk, defaults={"temperature": 0.0, "max_new_tokens": 9}) as server:
         post(server.url, max_tokens=2)
         assert talk.asked.options == {"temperature": 0.0, "max_new_tokens": 2}

@@ -14,19 +14,16 @@ import openai
 import pytest
 import tiny_chat
 from make import QUESTION
-from server_chats import ask, limits, plain, said, serve, text_of, until, user
+from server_chats import ask, limits, plain, said, serve, serving, text_of, until, user
 from tools import PATIENCE
 
 import kvcap
 from kvcap.runtime.backends.pytorch.batch import SessionRows
 from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.recall.store import PassageStore
-from kvcap.serve.app import Settings, application
 from kvcap.serve.contract import Ask
-from kvcap.serve.limits import RequestLimits
 from kvcap.serve.saved import SavedConversations
 from kvcap.serve.scheduler import Scheduler
-from kvcap.serve.server import Server, bound
 
 FACT = make.FACT.replace("7421", "{}")
 BUDGET = 128
@@ -103,8 +100,7 @@ def url(runtime: Any, request: pytest.FixtureRequest, tmp_path: Path) -> Iterato
     """A server of three keys, with fewer places than conversations."""
     disk = SavedConversations(tmp_path, 64 << 20) if request.param == "kept" else None
     scheduler = Scheduler(runtime, limits(places=3, together=2, save_after_s=0.01), disk)
-    settings = Settings("tiny", keys=KEYS)
-    with Server(application(scheduler, settings), bound("127.0.0.1", 0), RequestLimits()) as server:
+    with serving(scheduler, keys=KEYS) as server:
         yield f"{server.url}/v1"
 
 
@@ -119,7 +115,7 @@ def test_a_conversation_recalls_nothing_of_anothers(url: str, ended: list[Recall
             for text in (*before, FACT.format(7000 + number), *map(filler, range(2)), QUESTION):
                 messages.append(user(text))
                 parts = client.chat.completions.create(
-                    model="tiny",
+                    model="pocket",
                     messages=messages,
                     stream=True,
                     max_tokens=4,

@@ -11,14 +11,11 @@ import httpx
 import openai
 import pytest
 import torch
-from server_chats import client_of, pocket, said, user
+from server_chats import client_of, pocket, said, serving, user
 from stand_in import Script
 
-from kvcap.serve.app import Settings, application
 from kvcap.serve.contract import Piece
-from kvcap.serve.limits import RequestLimits
 from kvcap.serve.scheduler import Limits, Scheduler
-from kvcap.serve.server import Server, bound
 
 HELLO: Any = [user("Hello!")]
 ASKED: Any = {"model": "pocket", "temperature": 0, "max_tokens": 6}
@@ -113,9 +110,7 @@ def test_an_echo_comes_before_the_answer_streamed_and_of_tokens(client, schedule
 
 def test_a_cap_that_has_no_room_for_all_logits_refuses_them_by_name():
     scheduler = Scheduler(pocket(), Limits(places=1, together=1), memory_cap=2**33)
-    with Server(
-        application(scheduler, Settings("pocket")), bound("127.0.0.1", 0), RequestLimits()
-    ) as server:
+    with serving(scheduler) as server:
         asked = {"prompt": "Once", "echo": True, "max_tokens": 0}
         url = f"{server.url}/v1/completions"
         refused = httpx.post(url, json={**asked, "logprobs": 1})

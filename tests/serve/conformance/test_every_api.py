@@ -402,7 +402,17 @@ def test_a_call_that_must_be_is_one_even_if_it_is_cut(client, talk, api, written
 
 POST = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
 TEXT = POST + b"Content-Type: text/plain\r\n"  # refused before its body is read
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
+NO_HTTP: dict[str, bytes] = {
+    "rubbish": b"rubbish\r\n\r\n",
+    "no host": b"GET /health HTTP/1.1\r\n\r\n",
+    "a letter of no path": b"GET /h\x01 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "a length in letters": GET + b"Content-Length: x\r\n\r\n",
+    "a chunk of no size": POST + b"Content-Type: application/json\r\nTransfer-Encoding: chunked"
+    b"\r\n\r\nzz\r\n",
+}
 SENT: dict[str, bytes] = {  # what is sent by clients that speak no HTTP, or badly
+    **NO_HTTP,
     "chunks that end early": POST + b"Content-Type: application/json\r\nTransfer-Encoding: chunked"
     b"\r\n\r\nff\r\n{",
     "a body that ends early": POST
@@ -450,7 +460,8 @@ def test_no_hostile_request_is_more_than_refused(served, client, talk, case):
         answer = http.client.HTTPResponse(sender)
         try:
             sender.sendall(SENT[case])
-            sender.shutdown(socket.SHUT_WR)
+            if case not in NO_HTTP:
+                sender.shutdown(socket.SHUT_WR)
             answer.begin()
             said = json.loads(answer.read())
         except (http.client.BadStatusLine, OSError):
@@ -458,4 +469,9 @@ def test_no_hostile_request_is_more_than_refused(served, client, talk, case):
         else:
             assert 400 <= answer.status < 500, answer.status
             assert said["error"]
+            if case in NO_HTTP:  # in OpenAI's form, and the connection ends
+                assert (answer.status, answer.headers["Content-Type"]) == (400, "application/json")
+                assert said["error"]["type"] == "invalid_request_error"
+                assert "no request of HTTP/1.1" in said["error"]["message"]
+                assert sender.recv(1) == b""
     assert client.post(CHAT.path, json=CHAT.asked).status_code == 200

@@ -7,17 +7,15 @@ from typing import Any
 
 import httpx
 import pytest
-from server_chats import HELLO, TOOL, pocket
+from server_chats import HELLO, TOOL, pocket, serving
 from stand_in import Script
 from tools import PATIENCE
 
 from kvcap.runtime.session.logprobs import Logprob
-from kvcap.serve.app import Api, Settings, application
+from kvcap.serve.app import Api, Settings
 from kvcap.serve.contract import Piece
-from kvcap.serve.limits import RequestLimits
 from kvcap.serve.model_facts import ModelFacts
 from kvcap.serve.scheduler import Limits, Scheduler
-from kvcap.serve.server import Server, bound
 
 ASKED: Any = {"model": "pocket:latest", "messages": HELLO}
 
@@ -124,8 +122,7 @@ def test_the_document_describes_every_body(url, talk):
 
 def test_texts_become_tokens_and_tokens_text():
     runtime = pocket()
-    app = application(Scheduler(runtime, Limits(places=1, together=1)), Settings("pocket"))
-    with Server(app, bound("127.0.0.1", 0), RequestLimits()) as server:
+    with serving(Scheduler(runtime, Limits(places=1, together=1))) as server:
 
         def post(path: str, **body: Any) -> Any:
             return httpx.post(f"{server.url}{path}", json=body, timeout=PATIENCE).json()
