@@ -330,7 +330,7 @@ def test_what_cannot_be_answered_is_refused(runtime: Any) -> None:
     serve(Scheduler(runtime, limits()), chat)
 
 
-def test_pinned_messages_stay_and_change_the_conversation(runtime: Any) -> None:
+def test_other_pins_are_another_conversation(runtime: Any) -> None:
     words = {"role": "system", "content": "You know the word plum."}
     first, then = user("The word is plum."), user(facts(1, 6))
 
@@ -340,13 +340,7 @@ def test_pinned_messages_stay_and_change_the_conversation(runtime: Any) -> None:
         again = s.submit(ask(words, first, answer, then, pins=frozenset({0, 1})))
         await text_of(again)
         assert again.usage.reused_tokens > 0
-        strip = await s.strip("", again.session_id)
-        ((start, stop),) = strip.pinned
-        assert start == 0
-        assert "plum" in "".join(strip.tokens[:stop])
-        for group in strip.groups:
-            assert group.held[:stop] == [group.heads] * stop
-            assert 0 in group.held
+        assert (await s.strip("", again.session_id)).pinned[0][0] == 0
         unpinned = s.submit(ask(words, first, answer, then))
         await text_of(unpinned)
         assert unpinned.usage.reused_tokens == 0

@@ -11,7 +11,7 @@ import torch
 from conftest import tiny_model
 from made_tokenizers import Wrapped, gemma_like
 from make import engine
-from toy_engine import ToyEngine, session_of, tiny
+from toy_engine import ToyEngine, session_of
 
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime
@@ -86,17 +86,6 @@ def test_what_waits_for_the_next_eviction_is_told_apart(tmp_path):
     list(session.send(LONG))
     found = sound(session)
     assert (found.held, found.waiting) == (64, 5)  # of 6 tokens the last is not read
-
-
-def test_pinned_tokens_are_the_message_and_are_held(chat_model):
-    session = session_of(tiny(chat_model))
-    list(session.send("The code is 4821.", pin=True))
-    list(session.send(LONG))
-    found = sound(session)
-    ((start, stop),) = found.pinned
-    assert "The code is 4821." in "".join(found.tokens[start:stop])
-    for group in found.groups:
-        assert group.held[start:stop] == [group.heads] * (stop - start)
 
 
 def test_recalled_text_is_told_from_pins_while_its_answer_is_written_and_afterwards(tmp_path):
