@@ -14,9 +14,11 @@ file in it is named: `pytest --ci tests/android_bench` runs the `--ci` tier of t
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import signal
+import sys
 import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -38,8 +40,7 @@ if not torch.cuda.is_available():  # set before anything imports triton
 from hypothesis import settings
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import kvcap  # noqa: F401  # registers attn_implementation='kvcap'
-from kvcap import pocket
+from kvcap import cli, pocket  # which registers attn_implementation='kvcap'
 from kvcap.policies import Eviction, load_policy, policies
 from kvcap.runtime.cache import row_table
 from kvcap.runtime.models.arguments import GENERATION
@@ -271,6 +272,35 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     import tiny_chat
 
     return tiny_chat.save(tmp_path_factory.mktemp("chat"))
+
+
+class Command:
+    """Runs commands, and reads what they write."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.capsys, self.monkeypatch = capsys, monkeypatch
+
+    def __call__(self, *arguments: str, stdin: bytes = b"") -> tuple[int, str, str]:
+        """Run a command; return its exit code, stdout and stderr."""
+        given = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8")
+        self.monkeypatch.setattr(sys, "stdin", given)
+        self.capsys.readouterr()  # what earlier steps of the test wrote
+        code = cli.run(arguments)
+        out, err = self.capsys.readouterr()
+        return code, out, err
+
+    def refused(self, *arguments: str, code: int = 2, stdin: bytes = b"") -> str:
+        """Run a command that is to be refused in one line of stderr; return that."""
+        got, out, err = self(*arguments, stdin=stdin)
+        assert (got, out) == (code, "")
+        assert (err.startswith("kvcap: "), err.count("\n")) == (True, 1), err
+        return err
+
+
+@pytest.fixture
+def kvcap(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Return what runs commands."""
+    return Command(capsys, monkeypatch)
 
 
 @pytest.fixture(scope="module")

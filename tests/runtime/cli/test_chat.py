@@ -16,33 +16,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_chat
 from tools import PATIENCE
 
 from kvcap import Runtime, cli, pocket
 from kvcap.runtime.cli.chat import Chat, join_continued, with_budget
 from kvcap.runtime.cli.live_meter import Meter
-from kvcap.runtime.cli.options import Output, Sampling
+from kvcap.runtime.cli.options import Sampling
 from kvcap.runtime.errors import MemoryCapExceeded
 
 ROOT = Path(cli.__file__).parents[1]
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_chat.save(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="session")
-def runtime(model: str) -> Runtime:
-    return Runtime.from_pretrained(model, budget_tokens=32, block_size=16)
+def runtime(chat_model: str) -> Runtime:
+    return Runtime.from_pretrained(chat_model, budget_tokens=32, block_size=16)
 
 
 @pytest.fixture
-def chat(runtime: Runtime) -> Chat:
+def chat(runtime: Runtime, chat_of: Any) -> Any:
     session = runtime.session(seed=0)
     session.set_generation(max_new_tokens=6)
-    return Chat(session, Output())
+    return chat_of(session)
 
 
 def consistent(chat: Chat) -> bool:
@@ -50,29 +44,27 @@ def consistent(chat: Chat) -> bool:
     return cache.consistent and chat.session.messages[-1]["role"] == "assistant"
 
 
-def test_a_script_answers_every_line(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
-    code = chat.run_script(["Hello!\n", "\n", "How are\\\n", "you? And you?\n"])
-    out, err = capsys.readouterr()
-    assert code == 0
-    said = [m["content"] for m in chat.session.messages]
-    assert said[0::2] == ["Hello!", "How are\nyou? And you?"]
-    assert out == "".join(f"{text}\n" for text in said[1::2])
+def test_a_script_answers_every_line(chat):
+    out, err = chat.told("Hello!\n", "\n", "How are\\\n", "you? And you?\n")
+    assert chat.code == 0
+    assert chat.contents() == ["Hello!", "How are\nyou? And you?"]
+    assert out == "".join(f"{text}\n" for text in chat.contents("assistant"))
     assert err.count("seen ") == 2
     seen = chat.session.stats.seen_tokens
     assert f"seen {seen} · kept 32 · evicted {seen - 32}" in err
 
 
-def test_a_script_in_json(runtime: Runtime, capsys: pytest.CaptureFixture[str]) -> None:
-    chat = Chat(runtime.session(), Output(json=True, quiet=True))
-    chat.run_script(["/set max_new_tokens 4", "One", "/stats", "Two"])
-    documents = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+def test_a_script_in_json(runtime, chat_of):
+    chat = chat_of(runtime.session(), json=True, quiet=True)
+    out, _ = chat.told("/set max_new_tokens 4", "One", "/stats", "Two")
+    documents = [json.loads(line) for line in out.splitlines()]
     assert [d["usage"]["completion_tokens"] for d in documents] == [4, 4]
     assert documents[1]["kv"]["evicted_tokens"] >= documents[0]["kv"]["evicted_tokens"]
 
 
-def test_what_each_turn_evicted_is_reported(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
-    chat.run_script([f"{'many words ' * 20}{turn}" for turn in range(3)] + ["/regen"])
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("seen")]
+def test_what_each_turn_evicted_is_reported(chat):
+    _, err = chat.told(*(f"{'many words ' * 20}{turn}" for turn in range(3)), "/regen")
+    lines = [line for line in err.splitlines() if line.startswith("seen")]
     figures = [re.search(r"evicted ([\d,]+) \(\+([\d,]+) now\)", line) for line in lines]
     total, now = zip(
         *([int(n.replace(",", "")) for n in f.groups()] for f in figures if f), strict=True
@@ -111,11 +103,9 @@ def test_what_each_turn_evicted_is_reported(chat: Chat, capsys: pytest.CaptureFi
         ("/pin", "nothing is pinned"),
     ],
 )
-def test_commands(line: str, says: str, chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands(line, says, chat):
     chat.handle("Hello!")
-    capsys.readouterr()
-    chat.handle(line)
-    out, err = capsys.readouterr()
+    out, err = chat.told(line)
     assert (chat.code, out) == (0, "")
     assert says in err
     chat.handle("And now?")
@@ -145,51 +135,45 @@ def test_commands(line: str, says: str, chat: Chat, capsys: pytest.CaptureFixtur
         ("/budget 0", "1 slot or more"),
         ("/budget much", "'much' is no budget"),
         ("/budget 1B", "give a larger one"),
+        ("/budget 1,000,000,000,000", "are free"),
         ("/set markdown perhaps", "on or off"),
         ("/read", "give a file"),
         ("/read nowhere.txt", "'nowhere.txt': No such file"),
         ("/", "/help lists all"),
     ],
 )
-def test_refused_commands_change_nothing(
-    line: str, says: str, chat: Chat, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_commands_change_nothing(line, says, chat):
     before = chat.session, chat.session.generation.to_dict()
-    code = chat.run_script([line, "Hello!"])
-    out, err = capsys.readouterr()
-    assert code == 2
+    out, err = chat.told(line, "Hello!")
+    assert chat.code == (3 if says == "are free" else 2)
     assert err.startswith("kvcap: ")
     assert says in err
     assert out.count("\n") >= 1
     assert (chat.session, chat.session.generation.to_dict()) == before
 
 
-def test_a_space_makes_a_message_of_a_command(chat: Chat) -> None:
-    chat.handle(" /help is what I typed")
-    assert chat.session.messages[0]["content"] == " /help is what I typed"
+@pytest.mark.parametrize(
+    "line",
+    [" /help is what I typed", "/etc/hosts is a file", "// no", "/read-only?", "/2", "/*"],
+)
+def test_a_path_and_what_follows_a_space_are_no_command(line, chat):
+    chat.handle(line)
+    assert (chat.code, chat.contents()) == (0, [line])
 
 
-def test_answers_are_held_to_a_schema_until_it_is_let_go_of(
-    chat: Chat, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_answers_are_held_to_a_schema_until_it_is_let_go_of(chat, tmp_path):
     pytest.importorskip("llguidance")
     (tmp_path / "s.json").write_text('{"enum": ["yes", "no"]}')
-    chat.run_script([f"/set json_schema {tmp_path / 's.json'}", "Hello!", "/policy knorm", "And?"])
-    answers = chat.session.messages[1::2]
-    assert {answer["content"] for answer in answers} <= {'"yes"', '"no"'}
-    chat.handle("/set regex (")
-    assert "one of them to None" in capsys.readouterr().err
-    chat.run_script(["/set json_schema", "/set regex [0-9]{3}", "And now?"])
-    assert chat.session.messages[-1]["content"].isdecimal()
+    chat.told(f"/set json_schema {tmp_path / 's.json'}", "Hello!", "/policy knorm", "And?")
+    assert set(chat.contents("assistant")) <= {'"yes"', '"no"'}
+    assert "one of them to None" in chat.told("/set regex (")[1]
+    chat.told("/set json_schema", "/set regex [0-9]{3}", "And now?")
+    assert chat.contents("assistant")[-1].isdecimal()
 
 
-def test_policy_keeps_messages_settings_and_pins(
-    runtime: Runtime, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chat = Chat(runtime.session("Be kind.", seed=3), Output())
-    chat.run_script(
-        ["/set max_new_tokens 6", "Hello!", "/policy h2o sink_tokens=2", "/policy knorm"]
-    )
+def test_policy_keeps_messages_settings_and_pins(runtime, chat_of):
+    chat = chat_of(runtime.session("Be kind.", seed=3))
+    chat.told("/set max_new_tokens 6", "Hello!", "/policy h2o sink_tokens=2", "/policy knorm")
     assert chat.session.cache.seen == 0
     assert [m["role"] for m in chat.session.messages] == ["user", "assistant"]
     eviction = chat.session.runtime.settings.eviction
@@ -202,67 +186,46 @@ def test_policy_keeps_messages_settings_and_pins(
 
 
 @pytest.mark.parametrize("leave", ["/exit", "/quit", "/Bye"])
-def test_system_and_exit(chat: Chat, leave: str) -> None:
-    assert chat.run_script(["/system You are terse.", "Hi", leave, "not read"]) == 0
+def test_system_and_exit(chat, leave):
+    chat.told("/system You are terse.", "Hi", leave, "not read")
+    assert (chat.code, chat.contents()) == (0, ["Hi"])
     assert chat.session.system == "You are terse."
-    assert len(chat.session.messages) == 2
     chat.handle('/system ""')
     assert chat.session.system is None
 
 
-def test_a_full_cache_ends_the_turn_not_the_chat(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_cache_ends_the_turn_not_the_chat(model, chat_of):
     runtime = Runtime.from_pretrained(model, "full", budget_tokens=24, block_size=16)
-    chat = Chat(runtime.session(), Output(json=True, quiet=True))
-    code = chat.run_script(
-        ["Hi", "and so on " * 30, "/policy keydiff", "/set max_new_tokens 4", "Hi"]
-    )
-    out, err = capsys.readouterr()
+    chat = chat_of(runtime.session(), json=True, quiet=True)
+    out, err = chat.told("Hi", "and so on " * 30, "/policy keydiff", "/set max_new_tokens 4", "Hi")
     documents = [json.loads(line) for line in out.splitlines()]
-    assert code == 4
+    assert chat.code == 4
     assert [d["finish_reason"] for d in documents] == ["cap", "cap", "length"]
     assert documents[0]["text"]
     assert documents[1]["usage"] == {"prompt_tokens": 0, "completion_tokens": 0, "recalled": 0}
     assert err.count("kvcap: policy 'full' never evicts") == 2
 
 
-@pytest.mark.parametrize("line", ["/etc/hosts is a file", "// no", "/read-only?", "/2", "/*"])
-def test_a_path_is_no_command(line: str, chat: Chat) -> None:
-    assert chat.run_script([line]) == 0
-    assert chat.session.messages[0]["content"] == line
+def test_every_line_can_be_a_message(model, kvcap):
+    given = ("chat", model, "--max-new-tokens", "2", "--json", "--no-commands")
+    code, out, _ = kvcap(*given, stdin=b"/stats\n/exit\n")
+    assert (code, out.count("\n")) == (0, 2)
 
 
-def test_every_line_can_be_a_message(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = io.TextIOWrapper(io.BytesIO(b"/stats\n/exit\n"))
-    monkeypatch.setattr(sys, "stdin", lines)
-    chat = ["chat", model, "--max-new-tokens", "2", "--json", "--no-commands"]
-    assert cli.run(chat) == 0
-    assert capsys.readouterr().out.count("\n") == 2
-
-
-def test_budget_takes_the_most_slots_that_fit(chat: Chat) -> None:
+def test_budget_takes_the_most_slots_that_fit(chat):
     runtime = with_budget(chat.session.runtime, "64KiB")
     slots = runtime.plan.budget_tokens
     assert runtime.plan.cache_bytes <= 64 * 1024
     assert runtime.with_budget(slots + 1).plan.cache_bytes > 64 * 1024
-    chat.handle("Hello!")
-    chat.handle("/budget 64KiB")
+    chat.told("Hello!", "/budget 64KiB")
     assert chat.session.stats.budget_tokens == slots
-    assert chat.session.messages[0]["content"] == "Hello!"
     chat.handle("And now?")
+    assert chat.contents() == ["Hello!", "And now?"]
     assert consistent(chat)
 
 
 @pytest.mark.parametrize("refusal", [MemoryCapExceeded("none left"), RuntimeError("none left")])
-def test_a_budget_that_cannot_be_had_leaves_the_chat_as_it_was(
-    refusal: Exception,
-    chat: Chat,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_budget_that_cannot_be_had_leaves_the_chat_as_it_was(refusal, chat, monkeypatch):
     chat.handle("Hello!")
     before = list(chat.session.messages)
     make = Runtime.session
@@ -273,47 +236,29 @@ def test_a_budget_that_cannot_be_had_leaves_the_chat_as_it_was(
         return make(runtime, *given, **options)
 
     monkeypatch.setattr(Runtime, "session", scarce)
-    chat.handle("/budget 4096")
-    assert "none left" in capsys.readouterr().err
+    assert "none left" in chat.told("/budget 4096")[1]
     assert chat.session.stats.budget_tokens == 32
     assert chat.session.messages == before
     chat.handle("Still here?")
     assert consistent(chat)
 
 
-def test_a_budget_beyond_the_memory_is_refused(
-    chat: Chat, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chat.handle("/budget 1,000,000,000,000")
-    assert "are free" in capsys.readouterr().err
-    assert chat.code == 3
-    assert chat.session.stats.budget_tokens == 32
-
-
-def test_undo_leaves_the_message_for_the_next_prompt(
-    chat: Chat, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chat.run_script(["First.", "Second,\\", "in two lines."])
+def test_undo_leaves_the_message_for_the_next_prompt(chat):
+    chat.told("First.", "Second,\\", "in two lines.")
     assert chat.draft == ""
-    chat.handle("/undo")
-    assert "taken back: Second, ...; the next message reads" in capsys.readouterr().err
+    assert "taken back: Second, ...; the next message reads" in chat.told("/undo")[1]
     assert chat.draft == "Second,\nin two lines."
-    assert [m["content"] for m in chat.session.messages if m["role"] == "user"] == ["First."]
-    chat.handle("/undo")
+    assert chat.contents() == ["First."]
+    assert "reads" not in chat.told("/undo")[1]
     assert not chat.session.messages
-    assert "reads" not in capsys.readouterr().err
 
 
-def test_a_file_is_read_into_the_conversation(
-    chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_is_read_into_the_conversation(chat, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my notes.txt").write_bytes(b"\xef\xbb\xbfOne.\r\nTwo.\n")
-    for line in ["/read 'my notes.txt'", "/read my\\ notes.txt What's  this?"]:
-        chat.handle(line)
-    said = [m["content"] for m in chat.session.messages if m["role"] == "user"]
-    assert said == ["One.\nTwo.", "One.\nTwo.\n\nWhat's  this?"]
-    assert "read 2 lines of my notes.txt" in capsys.readouterr().err
+    _, err = chat.told("/read 'my notes.txt'", "/read my\\ notes.txt What's  this?")
+    assert chat.contents() == ["One.\nTwo.", "One.\nTwo.\n\nWhat's  this?"]
+    assert "read 2 lines of my notes.txt" in err
     assert (chat.code, chat.draft) == (0, "")
 
 
@@ -329,14 +274,7 @@ def test_a_file_is_read_into_the_conversation(
         ("gone.txt", "No such file"),
     ],
 )
-def test_files_that_are_not_read(
-    name: str,
-    says: str,
-    chat: Chat,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_files_that_are_not_read(name, says, chat, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("nul.txt").write_bytes(b"a\0b")
     Path("picture.png").write_bytes(b"a\xff\xfe")
@@ -348,45 +286,26 @@ def test_files_that_are_not_read(
         os.mkfifo("pipe")  # opened, it would wait for ever
     with Path("huge.txt").open("wb") as huge:
         huge.truncate(5 * 1024**2)
-    chat.handle(f"/read {name}")
-    assert says in capsys.readouterr().err
+    assert says in chat.told(f"/read {name}")[1]
     assert chat.code == 2
     assert not chat.session.messages
 
 
-def test_a_session_that_goes_on_says_so(
-    model: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    chat = ["chat", model, "--max-new-tokens", "2", "--session", str(tmp_path / "s")]
-    for turn in range(3):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello!\n")))
-        assert cli.run(chat) == 0
-        out, err = capsys.readouterr()
-        assert out.count("\n") == 1
-        assert [
-            "continued" in err,
-            "continued: 1 turn ·" in err,
-            "continued: 2 turns ·" in err,
-        ] == [
-            turn > 0,
-            turn == 1,
-            turn == 2,
-        ]
-    chat.append("-q")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
-    assert cli.run(chat) == 0
-    assert capsys.readouterr().err == ""
+def test_a_session_that_goes_on_says_so(model, tmp_path, kvcap):
+    given = ("chat", model, "--max-new-tokens", "2", "--session", str(tmp_path / "s"))
+    for says in ("", "continued: 1 turn ·", "continued: 2 turns ·"):
+        code, out, err = kvcap(*given, stdin=b"Hello!\n")
+        assert (code, out.count("\n")) == (0, 1)
+        assert says in err
+        assert ("continued" in err) == bool(says)
+    assert kvcap(*given, "-q")[::2] == (0, "")
 
 
-def test_people_see_the_last_exchange(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
-    chat.run_script(["Long ago.", "Lately.\\", *["more\\"] * 20, "end"])
-    capsys.readouterr()
+def test_people_see_the_last_exchange(chat):
+    chat.told("Long ago.", "Lately.\\", *["more\\"] * 20, "end")
     chat.spaced = True
     chat.show_resumed()
-    err = capsys.readouterr().err
+    err = chat.capsys.readouterr().err
     assert "continued: 2 turns" in err
     assert "> Lately.\nmore\n" in err
     assert "Long ago" not in err
@@ -394,46 +313,35 @@ def test_people_see_the_last_exchange(chat: Chat, capsys: pytest.CaptureFixture[
     assert chat.session.messages[-1]["content"].strip()[:5] in err
 
 
-def test_pin_shows_a_pinned_system_prompt(
-    runtime: Runtime, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chat = Chat(runtime.session("Be kind."), Output())
+def test_pin_shows_a_pinned_system_prompt(runtime, chat_of):
+    chat = chat_of(runtime.session("Be kind."))
     chat.session.set_generation(max_new_tokens=2)
-    chat.handle("/pin")
-    assert "nothing is pinned" in capsys.readouterr().err
+    assert "nothing is pinned" in chat.told("/pin")[1]
     chat.session.pin_system = True
-    chat.run_script(["/pin The door is blue.", "/pin"])
-    assert capsys.readouterr().err.endswith("system prompt: Be kind.\nThe door is blue.\n")
+    _, err = chat.told("/pin The door is blue.", "/pin")
+    assert err.endswith("system prompt: Be kind.\nThe door is blue.\n")
 
 
-def test_stats_say_what_there_is(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
-    chat.handle("/stats")
-    err = capsys.readouterr().err
-    assert "no answer yet" in err
-    chat.run_script(["Hello!", "/stats"])
-    err = capsys.readouterr().err
+def test_stats_say_what_there_is(chat):
+    assert "no answer yet" in chat.told("/stats")[1]
+    _, err = chat.told("Hello!", "/stats")
     assert "tokens read, 6 written; ended at max_new_tokens" in err
     assert "eager" not in err
     for change in ("/policy knorm", "/budget 64", "/undo", "/clear"):
-        chat.run_script(["Hello!", change])
-        capsys.readouterr()
-        chat.handle("/stats")
-        assert "no answer yet" in capsys.readouterr().err
+        chat.told("Hello!", change)
+        assert "no answer yet" in chat.told("/stats")[1]
 
 
-def test_help_fits_eighty_columns(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_fits_eighty_columns(chat):
     chat.spaced = True
-    chat.handle("/help")
-    lines = capsys.readouterr().err.splitlines()
+    lines = chat.told("/help")[1].splitlines()
     assert max(map(len, lines)) <= 80
     assert all(any(line.startswith(f"/{name}") for line in lines) for name in Chat.COMMANDS)
 
 
-def test_an_error_begins_a_line_of_its_own(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_begins_a_line_of_its_own(runtime, chat_of, monkeypatch):
     """Where the cap ends an answer half-way and stdout and stderr are one terminal."""
-    chat = Chat(runtime.session(), Output())
+    chat = chat_of(runtime.session())
     chat.session.on_full = "error"
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.setattr(sys, "stderr", sys.stdout)
@@ -444,43 +352,34 @@ def test_an_error_begins_a_line_of_its_own(
     assert chat.code == 4
 
 
-def test_an_empty_answer_is_said_to_be_one(
-    chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ends = list(range(len(chat.session.runtime.tokenizer)))
-    chat.session.generation.eos_token_id = ends
-    chat.handle("Hello!")
-    out, err = capsys.readouterr()
+def test_an_empty_answer_is_said_to_be_one(chat):
+    chat.session.generation.eos_token_id = list(range(len(chat.session.runtime.tokenizer)))
+    out, err = chat.told("Hello!")
     assert out == "\n"
     assert "the answer is empty" in err
 
 
-def test_what_was_not_taken_is_kept_for_the_next_prompt(
-    chat: Chat, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_not_taken_is_kept_for_the_next_prompt(chat):
     chat.session.on_full = "error"
     chat.handle("too much " * 100)
     assert chat.draft == "too much " * 100
     assert not chat.session.messages
 
 
-def test_regen_that_is_stopped_says_what_remains(
-    chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def press(*_: Any) -> None:
+    """Press Ctrl-C."""
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_regen_that_is_stopped_says_what_remains(chat, monkeypatch):
     chat.handle("Hello!")
     before = list(chat.session.messages)
-
-    def press(*_: int) -> None:
-        signal.raise_signal(signal.SIGINT)
-
     with monkeypatch.context() as patch:
-        patch.setattr("kvcap.runtime.cli.live_meter.Meter.reading", press)
-        chat.handle("/regen")
-    assert "the former one stays" in capsys.readouterr().err
+        patch.setattr(Meter, "reading", press)
+        assert "the former one stays" in chat.told("/regen")[1]
     assert chat.session.messages == before
-    monkeypatch.setattr("kvcap.runtime.cli.live_meter.Meter.write", press)
-    chat.handle("/regen")
-    assert "replaces the former one" in capsys.readouterr().err
+    monkeypatch.setattr(Meter, "write", press)
+    assert "replaces the former one" in chat.told("/regen")[1]
     assert consistent(chat)
 
 
@@ -494,7 +393,7 @@ class Interrupting:
         self.text += text
         self.after -= 1
         if self.after == 0:
-            signal.raise_signal(signal.SIGINT)
+            press()
 
     def flush(self) -> None: ...
 
@@ -502,7 +401,7 @@ class Interrupting:
         return False
 
 
-def test_ctrl_c_keeps_what_was_said(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_what_was_said(chat, monkeypatch):
     screen = Interrupting(after=4)
     monkeypatch.setattr(sys, "stdout", screen)
     assert chat.run_script(["Hello!", "not read"]) == 130
@@ -515,34 +414,21 @@ def test_ctrl_c_keeps_what_was_said(chat: Chat, monkeypatch: pytest.MonkeyPatch)
     assert consistent(chat)
 
 
-def test_ctrl_c_while_reading(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    def press(done: int, total: int) -> None:
-        if done >= 32:
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(
-        "kvcap.runtime.cli.live_meter.Meter.reading", lambda _, *counts: press(*counts)
-    )
+def test_ctrl_c_while_reading(chat, monkeypatch):
+    monkeypatch.setattr(Meter, "reading", lambda _, done, total: press() if done >= 32 else None)
     chat.handle("many words " * 50)
     assert chat.code == 130
     assert chat.session.stats.seen_tokens == 32
     assert consistent(chat)
 
 
-def test_ctrl_c_in_generate(
-    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def press(*_: int) -> None:
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr("kvcap.runtime.cli.live_meter.Meter.write", press)
-    assert cli.run(["generate", model, "Hello!", "--json", "-q"]) == 130
-    assert json.loads(capsys.readouterr().out)["finish_reason"] == "interrupted"
+def test_ctrl_c_in_generate(model, monkeypatch, kvcap):
+    monkeypatch.setattr(Meter, "write", press)
+    code, out, _ = kvcap("generate", model, "Hello!", "--json", "-q")
+    assert (code, json.loads(out)["finish_reason"]) == (130, "interrupted")
 
 
-def test_a_model_cannot_speak_escape_sequences(
-    chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_cannot_speak_escape_sequences(chat, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     Meter(lambda: chat.session.stats).write("a\x1b[2J\tb\n")
     assert capsys.readouterr().out == "a\N{REPLACEMENT CHARACTER}[2J\tb\n"
@@ -551,11 +437,10 @@ def test_a_model_cannot_speak_escape_sequences(
 @pytest.mark.skipif(
     not (pocket.path() / "model.safetensors").exists(), reason="pocket's weights are not here"
 )
-def test_pocket_recalls(capsys: pytest.CaptureFixture[str]) -> None:
-    chat = Chat(Runtime.from_pretrained("pocket").session(), Output(quiet=True))
+def test_pocket_recalls(chat_of):
+    chat = chat_of(Runtime.from_pretrained("pocket").session(), quiet=True)
     told = "Please remember: the code for the blue door is 4821."
-    chat.run_script([told, "What is the code for the blue door?"])
-    assert "4821" in capsys.readouterr().out
+    assert "4821" in chat.told(told, "What is the code for the blue door?")[0]
     assert "small test and demonstration model" in "".join(chat.banner())
 
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from make import FACT, QUESTION
 from make import filler as words
 
-from kvcap import Runtime, cli
+from kvcap import Runtime
 from kvcap.runtime.cli.answer import print_answer
-from kvcap.runtime.cli.chat import PASSAGE, Chat, shown_passage
-from kvcap.runtime.cli.options import Output
+from kvcap.runtime.cli.chat import PASSAGE, shown_passage
 from kvcap.runtime.recall.recall import Passage
 from kvcap.runtime.recall.settings import STORE_BYTES
 
@@ -30,56 +27,37 @@ def runtime() -> Runtime:
     return Runtime.from_pretrained("pocket", "streaming_llm", budget_tokens=BUDGET)
 
 
-def chat_of(runtime: Runtime, **output: bool) -> Chat:
-    """A chat that was told a fact, and has evicted it."""
-    session = runtime.session(seed=0)
-    session.set_generation(max_new_tokens=16)
-    chat = Chat(session, Output(**output))
-    chat.run_script([FACT, FILLER])
-    return chat
+@pytest.fixture
+def evicted(runtime: Runtime, chat_of: Any) -> Callable[..., Any]:
+    """Return a function that makes a chat that was told a fact, and has evicted it."""
+
+    def make(**output: bool) -> Any:
+        session = runtime.session(seed=0)
+        session.set_generation(max_new_tokens=16)
+        chat = chat_of(session, **output)
+        assert "recalled" not in chat.told(FACT, FILLER)[1]
+        return chat
+
+    return make
 
 
-def test_a_line_says_what_was_recalled(
-    runtime: Runtime, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chat = chat_of(runtime)
-    assert "recalled" not in capsys.readouterr().err
-    chat.handle(QUESTION)
-    out, err = capsys.readouterr()
+def test_a_line_says_what_was_recalled(evicted):
+    chat = evicted()
+    out, err = chat.told(QUESTION)
     assert "7421" in out
     tokens = chat.session.turn.recalled_tokens
     assert err.splitlines()[-1] == f"recalled 1 passage, {tokens} tokens"
-    chat.run_script(["Thank you."])
-    assert "recalled" not in capsys.readouterr().err
-    quiet = chat_of(runtime, quiet=True)
-    quiet.handle(QUESTION)
+    assert "recalled" not in chat.told("Thank you.")[1]
+    quiet = evicted(quiet=True)
+    assert quiet.told(QUESTION)[1] == ""
     assert quiet.session.turn.recalled_tokens
-    assert capsys.readouterr().err == ""
 
 
-def test_a_document_has_the_passages(runtime: Runtime, capsys: pytest.CaptureFixture[str]) -> None:
-    chat = chat_of(runtime, json=True, quiet=True)
-    chat.run_script([QUESTION, "Thank you."])
-    first, _, asked, last = map(json.loads, capsys.readouterr().out.splitlines())
-    for nothing in (first, last):
-        assert (nothing["usage"]["recalled"], nothing["recalled"]) == (0, [])
-    (passage,) = asked["recalled"]
-    assert 0 < asked["usage"]["recalled"] <= BUDGET // 4
-    start, stop = passage["tokens"]
-    read = chat.session.runtime.tokenizer.decode(chat.session.read_ids[start:stop])
-    assert FACT in read
-    assert FACT in passage["text"]
-    assert passage["score"] > 0
-
-
-def test_a_refused_message_recalled_nothing(
-    runtime: Runtime, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_message_recalled_nothing(evicted, capsys):
     """Figures of the answer before are not those of one that never began."""
-    chat = chat_of(runtime, json=True, quiet=True)
-    chat.handle(QUESTION)
+    chat = evicted(json=True, quiet=True)
+    chat.told(QUESTION)
     assert chat.session.recall.passages
-    capsys.readouterr()
 
     def refused() -> Any:
         raise KeyboardInterrupt
@@ -89,73 +67,46 @@ def test_a_refused_message_recalled_nothing(
     assert (document["usage"]["recalled"], document["recalled"]) == (0, [])
 
 
-def test_the_command_shows_the_setting_and_changes_it(
-    runtime: Runtime, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chat = chat_of(runtime)
-    capsys.readouterr()
-    chat.handle("/recall")
-    assert "last message: nothing recalled" in capsys.readouterr().err
-    chat.handle(QUESTION)
+def test_the_command_shows_the_setting_and_changes_it(evicted):
+    chat = evicted()
+    assert "last message: nothing recalled" in chat.told("/recall")[1]
+    chat.told(QUESTION)
     recall, tokens = chat.session.recall, chat.session.turn.recalled_tokens
+    last = f"last message: 1 passage, {tokens} tokens recalled · index of evicted"
+    most = "recall at most {} tokens of evicted text for a message"
+    above = f"{most.format(BUDGET)}: no more than there are slots, though 5,000 were asked for\n"
     for line, limit, says in (
-        (
-            "/recall",
-            BUDGET // 2,
-            f"last message: 1 passage, {tokens} tokens recalled · index of evicted",
-        ),
+        ("/recall", BUDGET // 2, last),
         ("/recall off", 0, "recall off"),
         ("/recall", 0, "tokens recalled · index of evicted text 0 B"),
-        ("/recall 96", 96, "recall at most 96 tokens of evicted text for a message\n"),
-        (
-            "/recall 5000",
-            BUDGET,
-            f"recall at most {BUDGET} tokens of evicted text for a message: no "
-            "more than there are slots, though 5,000 were asked for\n",
-        ),
-        (
-            "/RECALL AUTO",
-            BUDGET // 2,
-            f"recall at most {BUDGET // 2} tokens of evicted text for a message (auto)\n",
-        ),
+        ("/recall 96", 96, f"{most.format(96)}\n"),
+        ("/recall 5000", BUDGET, above),
+        ("/RECALL AUTO", BUDGET // 2, f"{most.format(BUDGET // 2)} (auto)\n"),
     ):
-        capsys.readouterr()
-        assert chat.handle(line) == 0
-        assert recall.limit == limit
-        assert says in capsys.readouterr().err
-        assert recall.store.limit == STORE_BYTES
-    chat.run_script([FILLER, QUESTION])
-    assert "7421" in capsys.readouterr().out
-    chat.run_script(["/recall off", FILLER, QUESTION])
-    assert "7421" not in capsys.readouterr().out
+        assert says in chat.told(line)[1]
+        assert (chat.code, recall.limit, recall.store.limit) == (0, limit, STORE_BYTES)
 
 
-def test_the_command_finds_passages(runtime: Runtime, capsys: pytest.CaptureFixture[str]) -> None:
-    chat = chat_of(runtime)
-    capsys.readouterr()
-    assert chat.handle("/recall vault code") == 0
-    (line,) = capsys.readouterr().err.splitlines()
+def test_the_command_finds_passages(evicted):
+    chat = evicted()
+    (line,) = chat.told("/recall vault code")[1].splitlines()
     assert line.startswith("tokens 2 to ")
     assert "mostly evicted: " in line
     assert FACT in line
     many = " ".join(f"Lamp {n} of Porto is green. {words(60)}" for n in range(6))
-    chat.run_script([f"{many} {FILLER}"])
-    capsys.readouterr()
+    chat.told(f"{many} {FILLER}")
     assert len(chat.session.search("green lamp in Porto")) == 6
-    chat.handle("/recall green lamp in Porto")
-    found = capsys.readouterr().err.splitlines()
+    found = chat.told("/recall green lamp in Porto")[1].splitlines()
     assert len(found) == 5
     assert all("Porto" in line for line in found)
-    assert chat.handle("/recall zebra") == 0
-    assert "no passage" in capsys.readouterr().err
-    assert chat.handle('/recall "7421"') == 0  # a word; without quotes, a number of tokens
-    assert FACT in capsys.readouterr().err
-    chat.handle("/recall off")
-    assert chat.handle("/recall vault") == 2
-    assert "/recall auto turns it on" in capsys.readouterr().err
+    assert "no passage" in chat.told("/recall zebra")[1]
+    assert FACT in chat.told('/recall "7421"')[1]  # a word; without quotes, a number of tokens
+    assert chat.code == 0
+    assert "/recall auto turns it on" in chat.told("/recall off", "/recall vault")[1]
+    assert chat.code == 2
 
 
-def test_a_passage_is_one_line_that_says_whether_it_is_held() -> None:
+def test_a_passage_is_one_line_that_says_whether_it_is_held():
     passage = Passage((2, 4), "one\ntwo " + "x" * 999, 3.0)
     line = shown_passage(passage, [0, 1, 2, 3, 4])
     assert line.startswith("tokens 2 to 4, held: one two xxx")
@@ -164,51 +115,41 @@ def test_a_passage_is_one_line_that_says_whether_it_is_held() -> None:
     assert "mostly evicted" in shown_passage(passage, [0, 1, 2, 2.5, 3])
 
 
-def test_policy_and_budget_keep_the_settings_of_recall(
-    runtime: Runtime, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chat = chat_of(runtime)
-    chat.run_script(["/recall 96", "/budget 128"])
-    assert chat.session.recall.limit == 96
-    chat.run_script(["/recall off", "/policy knorm"])
-    assert chat.session.recall.limit == 0
-    chat.run_script(["/recall 5000"])
-    assert chat.session.recall.limit == 128
-    chat.run_script(["/budget 512"])
-    assert chat.session.recall.limit == 512
-    chat.run_script(["/recall auto"])
-    assert chat.session.recall.limit == 512 // 3
+def test_policy_and_budget_keep_the_settings_of_recall(evicted):
+    chat = evicted()
+    for lines, limit in (
+        (("/recall 96", "/budget 128"), 96),
+        (("/recall off", "/policy knorm"), 0),
+        (("/recall 5000",), 128),
+        (("/budget 512",), 512),
+        (("/recall auto",), 512 // 3),
+    ):
+        chat.told(*lines)
+        assert chat.session.recall.limit == limit
     assert chat.session.recall.store.limit == STORE_BYTES
 
 
-def test_clear_forgets_what_could_be_recalled_and_figures_count_the_index(
-    runtime: Runtime, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chat = chat_of(runtime)
-    chat.run_script(["/recall 60", QUESTION])
-    capsys.readouterr()
-    for line, says in (("/stats", "index of evicted text"), ("/mem", "KiB of 8.0 MiB")):
-        chat.handle(line)
-        assert says in capsys.readouterr().err
-    chat.run_script(["/clear", "/stats", "/mem", FILLER, "/recall vault"])
-    err = capsys.readouterr().err
+def test_clear_forgets_what_could_be_recalled_and_figures_count_the_index(evicted):
+    chat = evicted()
+    chat.told("/recall 60", QUESTION)
+    assert "index of evicted text" in chat.told("/stats")[1]
+    assert "KiB of 8.0 MiB" in chat.told("/mem")[1]
+    _, err = chat.told("/clear", "/stats", "/mem", FILLER, "/recall vault")
     assert "index of evicted" not in err
     assert "no passage" in err
     assert chat.session.recall.limit == 60  # settings stay
 
 
-def test_off_from_the_start_can_be_switched_on_where_no_cap_forbids_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for cap, code in ((None, 0), ("4GiB", 2)):
-        runtime = Runtime.from_pretrained(
-            "pocket", budget_tokens=BUDGET, memory_cap=cap, recall_store=0
-        )
-        chat = Chat(runtime.session(), Output())
-        assert chat.session.recall.limit == 0
-        assert chat.handle("/recall auto") == code
-        assert chat.session.recall.limit == (BUDGET // 2 if code == 0 else 0)
-    assert "no room for an index" in capsys.readouterr().err
+@pytest.mark.parametrize(("cap", "code"), [(None, 0), ("4GiB", 2)])
+def test_off_from_the_start_can_be_switched_on_where_no_cap_forbids_it(cap, code, chat_of):
+    runtime = Runtime.from_pretrained(
+        "pocket", budget_tokens=BUDGET, memory_cap=cap, recall_store=0
+    )
+    chat = chat_of(runtime.session())
+    assert chat.session.recall.limit == 0
+    assert ("no room for an index" in chat.told("/recall auto")[1]) == bool(code)
+    assert chat.code == code
+    assert chat.session.recall.limit == (0 if code else BUDGET // 2)
 
 
 @pytest.mark.parametrize(
@@ -223,16 +164,10 @@ def test_off_from_the_start_can_be_switched_on_where_no_cap_forbids_it(
         (("--on-full", "stop"), None),
     ],
 )
-def test_generate_recalls_amid_its_prompt(
-    options: tuple[str, ...],
-    recalls: bool | None,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_generate_recalls_amid_its_prompt(options, recalls, tmp_path, kvcap):
     """`None`: it does not fit, and nothing is evicted."""
     (tmp_path / "text").write_text(f"{FACT} {FILLER}\n\n{QUESTION}")
-    code = cli.run(("generate", "-f", str(tmp_path / "text"), "--json", *OPTIONS, *options))
-    out, err = capsys.readouterr()
+    code, out, err = kvcap("generate", "-f", str(tmp_path / "text"), "--json", *OPTIONS, *options)
     document = json.loads(out)
     assert code == (4 if recalls is None else 0)
     assert (document["usage"]["recalled"] > 0) == bool(recalls)
@@ -240,28 +175,24 @@ def test_generate_recalls_amid_its_prompt(
     assert ("recalled 1 passage, " in err) == bool(recalls)
 
 
-def test_what_cannot_be_is_refused_before_anything_is_loaded(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for option, value, says in (
+@pytest.mark.parametrize("command", [("chat",), ("generate", "Hello!"), ("plan",)])
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
         ("--recall", "much", "use auto, off, or"),
         ("--recall-store", "4KiB", "use 256.0 KiB or more"),
         ("--recall-store", "big", "is not a size"),
-    ):
-        for command in (("chat",), ("generate", "Hello!"), ("plan",)):
-            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello!\n")))
-            assert cli.run((*command, option, value)) == 2
-            out, err = capsys.readouterr()
-            assert out == ""
-            assert says in err
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_loaded(command, option, value, says, kvcap):
+    assert says in kvcap.refused(*command, option, value, stdin=b"Hello!\n")
 
 
-def test_the_plan_shows_and_counts_the_index(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_plan_shows_and_counts_the_index(kvcap):
     def plan(*options: str) -> str:
-        assert cli.run(("plan", "pocket", *options)) == 0
-        return capsys.readouterr().out
+        code, out, _ = kvcap("plan", "pocket", *options)
+        assert code == 0
+        return str(out)
 
     without = json.loads(plan("--recall", "off", "--json"))
     assert (without["recall_store"], without["recall_tokens"]) == (0, 0)

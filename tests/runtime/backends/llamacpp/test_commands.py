@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +12,6 @@ import pytest
 import tiny_gguf
 from llama_reference import loaded, needs_library, runtime_of
 
-from kvcap import cli
 from kvcap.runtime.backends.llamacpp import library as libraries
 from kvcap.runtime.backends.llamacpp.library import VARIABLE, Library, find_library, load_library
 from kvcap.runtime.errors import ExtraMissing, LibraryUnusable, ModelFilesBroken
@@ -23,18 +20,6 @@ pytestmark = needs_library
 
 Files = Callable[..., Path]
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def kvcap(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    def run(*arguments: str, stdin: bytes = b"") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
-        capsys.readouterr()
-        code = cli.run(arguments)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 def test_commands_run_a_file(gguf: Files, kvcap: Run) -> None:
