@@ -98,6 +98,12 @@ def opened(page: Any, url: str) -> Any:
     return page
 
 
+def press(page: Any, *names: str) -> None:
+    """Press these buttons, one after the other."""
+    for name in names:
+        page.get_by_role("button", name=name).click()
+
+
 def write(page: Any, text: str) -> None:
     page.get_by_role("textbox", name="Your message").fill(text)
     page.keyboard.press("Enter")
@@ -271,48 +277,46 @@ def test_the_strip_is_read_by_keys(page, url):
     assert strip.get_attribute("aria-activedescendant") == "token-0"
 
 
-def test_what_was_recalled_is_marked_and_told_below_the_answer(page):
+def test_what_was_recalled_is_marked_and_told_below_the_answer(page, url):
     runtime = Runtime.from_pretrained("pocket", "streaming_llm", budget_tokens=128)
-    fact = "The secret code of the vault is 7421. Remember it."
-    question = "What is the secret code of the vault?"
-    session = runtime.session()
-    session.set_generation(max_new_tokens=64)
-    for text in (fact, LONG, LONG, question):
-        "".join(session.send(text))
+    question, session = "What is the secret code of the vault?", runtime.session()
+    session.set_generation(max_new_tokens=16)
+    for text in ("The secret code of the vault is 7421. Remember it.", LONG, LONG, question):
+        list(session.send(text))
     tokens = session.turn.recalled_tokens
     note = f"recalled 1 passage, {tokens} tokens"
-    with serving(Scheduler(runtime)) as server:
-        opened(page, f"{server.url}/")
-        for text in (fact, LONG, LONG):
-            say(page, text)
-        assert page.locator(".recall-note").count() == 0
-        say(page, question)
-        assert page.locator(".assistant").last.locator(".recall-note").inner_text() == note
-        page.locator("#strip .recalled").first.wait_for(state="attached")
-        marked = page.locator("#strip .recalled").all_text_contents()
-        assert len(marked) == tokens
-        assert "vault is 7421" in "".join(marked)
-        assert page.locator("#strip .pinned").count() == 0
-        page.get_by_role("button", name="Memory", exact=True).click()
-        summary = page.locator("#summary").inner_text()
-        assert re.match(r"[\d,]+ of [\d,]+ tokens are held by every head, ", summary)
-        assert f"{tokens} are recalled text" in summary
-        page.locator("#strip .recalled").first.click()
-        assert "evicted text that was read again" in page.locator("#said").inner_text()
-        page.keyboard.press("Escape")
-        page.reload()
-        assert page.locator(".recall-note").all_inner_texts() == [note]
-        page.locator(".recall-note").click()
-        text = page.locator(".recalled-texts p").inner_text()
-        assert text.split() == "".join(marked).replace("↵", "").split()
-        assert "vault is 7421" in text
-        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    shown = strip_of(session, "").model_dump()
+    page.route("**/strip", lambda route: route.fulfill(json=shown))
+    usage = {"completion_tokens": 9, "recalled": tokens, "recalled_passages": 1}
+    answering(page, {"content": "7421."}, usage=usage)
+    opened(page, url)
+    say(page, question)
+    assert page.locator(".assistant .recall-note").inner_text() == note
+    page.locator("#strip .recalled").first.wait_for(state="attached")
+    marked = page.locator("#strip .recalled").all_text_contents()
+    assert len(marked) == tokens
+    assert "vault is 7421" in "".join(marked)
+    assert page.locator("#strip .pinned").count() == 0
+    page.get_by_role("button", name="Memory", exact=True).click()
+    summary = page.locator("#summary").inner_text()
+    assert re.match(r"[\d,]+ of [\d,]+ tokens are held by every head, ", summary)
+    assert f"{tokens} are recalled text" in summary
+    page.locator("#strip .recalled").first.click()
+    assert "evicted text that was read again" in page.locator("#said").inner_text()
+    page.keyboard.press("Escape")
+    page.reload()
+    assert page.locator(".recall-note").all_inner_texts() == [note]
+    page.locator(".recall-note").click()
+    text = page.locator(".recalled-texts p").inner_text()
+    assert text.split() == "".join(marked).replace("↵", "").split()
+    assert "vault is 7421" in text
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
 
 def test_a_pinned_message_stays(page, url):
     opened(page, url)
     say(page, FACT)
-    page.get_by_role("button", name="Pin").click()
+    press(page, "Pin")
     assert page.get_by_role("button", name="Pinned").get_attribute("aria-pressed") == "true"
     assert page.evaluate("document.activeElement.textContent") == "Pinned"
     say(page, LONG)
@@ -332,19 +336,17 @@ def test_conversations_are_kept_in_this_browser(page, url):
     first = say(page, FACT)
     page.reload()
     assert answered(page) == first
-    page.get_by_role("button", name="Conversations").click()
-    page.get_by_role("button", name="New conversation").click()
+    press(page, "Conversations", "New conversation")
     say(page, "Hello!")
     assert [one["messages"][0]["content"] for one in kept(page)] == ["Hello!", FACT]
-    page.get_by_role("button", name="Conversations").click()
+    press(page, "Conversations")
     page.get_by_role("button", name=FACT[:40]).first.click()
     assert answered(page) == first
     page.locator("#strip .token").first.wait_for(state="attached")
-    page.get_by_role("button", name="Conversations").click()
-    page.get_by_role("button", name="Delete “Hello!”").click()
+    press(page, "Conversations", "Delete “Hello!”")
     assert [one["messages"][0]["content"] for one in kept(page)] == [FACT]
     page.keyboard.press("Escape")
-    page.get_by_role("button", name="Undo").click()
+    press(page, "Undo")
     page.locator(".user .said", has_text="Hello!").wait_for()
     assert len(kept(page)) == 2
     page.evaluate("localStorage.setItem('kvcap.conversation.x', '{\"id\": 1}')")
@@ -377,19 +379,25 @@ SLOWLY = """{
     return new Response(text.pipeThrough(new TextEncoderStream()), found);
   };
 }"""  # an event that the page shows for every window.next()
+GO_ON = "setInterval(() => window.next?.(), 1)"
 
 
-def test_an_answer_is_stopped_and_given_again(page, url):
+def halfway(page: Any, url: str) -> None:
+    """Send the fact, and wait until its answer has begun, which goes on once that is said."""
     page.add_init_script(SLOWLY)
     opened(page, url)
     write(page, FACT)
     page.get_by_text("Okay", exact=False).wait_for()
+
+
+def test_an_answer_is_stopped_and_given_again(page, url):
+    halfway(page, url)
     page.keyboard.press("Escape")
     page.get_by_text("Stopped before its end").wait_for()
     begun = answered(page)
     assert kept(page)[0]["messages"][-1]["content"].strip() == begun
     page.evaluate("window.next = null; setInterval(() => window.next?.(), 1)")
-    page.get_by_role("button", name="Answer again").click()
+    press(page, "Answer again")
     page.get_by_role("button", name="Stop").wait_for(state="hidden")
     whole = answered(page)
     assert whole.startswith(begun)
@@ -409,7 +417,7 @@ def test_how_far_a_long_message_is_read_is_shown(page, url):
     assert "Reading: 400 of 1,600 tokens" in reading.inner_text()
     value = page.get_by_role("progressbar", name="Read so far").evaluate("one => one.value")
     assert value == 0.25
-    page.evaluate("setInterval(() => window.next?.(), 1)")
+    page.evaluate(GO_ON)
     assert answered(page)
     assert reading.count() == 0
 
@@ -437,11 +445,11 @@ def test_a_long_text_is_pasted_beside_the_field_and_folded_once_it_is_sent(page,
     assert page.locator("#pasted li").count() == 0
     said = page.locator(".user .said")
     assert len(said.inner_text()) < 1000
-    page.get_by_role("button", name="Show all 1,020,013 letters").click()
+    press(page, "Show all 1,020,013 letters")
     assert said.text_content() == message["content"]
-    page.get_by_role("button", name="Show less").click()
+    press(page, "Show less")
     assert len(said.inner_text()) < 1000
-    page.get_by_role("button", name="Edit").click()
+    press(page, "Edit")
     assert text.input_value() == "Is it long?"
     assert page.locator("#pasted li").count() == 1
 
@@ -471,7 +479,7 @@ def test_a_message_is_edited_and_that_is_undone(page, url):
         FACT.replace("4821", "1930"),
         answered(page),
     ]
-    page.get_by_role("button", name="Undo").click()
+    press(page, "Undo")
     said = [FACT, first, QUESTION, second]
     assert page.locator(".said").all_inner_texts() == said
     assert [one["content"].strip() for one in kept(page)[0]["messages"]] == said
@@ -483,7 +491,7 @@ def test_what_is_stopped_before_it_is_answered_is_taken_back(page, url):
     page.route("**/v1/chat/completions", lambda route: None)  # it is read, and read
     write(page, FACT)
     page.get_by_text("Reading").wait_for()
-    page.get_by_role("button", name="Stop").click()
+    press(page, "Stop")
     page.get_by_text("the message is taken back").wait_for()
     assert page.get_by_role("textbox").input_value() == FACT
     assert page.locator(".said").count() == 0
@@ -504,7 +512,7 @@ def test_two_tabs_of_a_conversation_lose_nothing(page, url, hears):
     if not hears:
         other.add_init_script("addEventListener('storage', (e) => e.stopImmediatePropagation())")
     opened(other, url)
-    other.get_by_role("button", name="Conversations").click()
+    press(other, "Conversations")
     other.get_by_role("button", name="Hello!", exact=True).click()
     answered(other)
     say(page, FACT)
@@ -524,22 +532,19 @@ def second_tab(page: Any, url: str, script: str = "") -> Any:
     other.set_default_timeout(SOON)
     other.add_init_script(script)
     opened(other, url)
-    other.get_by_role("button", name="Conversations").click()
+    press(other, "Conversations")
     other.locator("#list .open").first.click()
     return other
 
 
 def test_one_tab_at_a_time_answers_a_conversation(page, url):
-    page.add_init_script(SLOWLY)
-    opened(page, url)
-    write(page, FACT)
-    page.get_by_text("Okay", exact=False).wait_for()
+    halfway(page, url)
     other = second_tab(page, url)
     write(other, QUESTION)
     other.get_by_role("alert").get_by_text("being answered in another tab").wait_for()
     assert other.get_by_role("textbox").input_value() == QUESTION
     assert [one["content"] for one in kept(page)[0]["messages"]] == [FACT]
-    page.evaluate("setInterval(() => window.next?.(), 1)")
+    page.evaluate(GO_ON)
     answered(page)
     answered(other)
     other.get_by_role("textbox").press("Enter")
@@ -551,20 +556,18 @@ def test_one_tab_at_a_time_answers_a_conversation(page, url):
 def test_without_locks_what_two_tabs_say_at_once_is_kept_twice(page, url):
     """Hide the locks that a browser has over HTTPS and on this machine alone."""
     lockless = "Object.defineProperty(navigator, 'locks', { value: undefined });"
-    page.add_init_script(lockless + SLOWLY)
-    opened(page, url)
-    write(page, FACT)
-    page.get_by_text("Okay", exact=False).wait_for()
+    page.add_init_script(lockless)
+    halfway(page, url)
     other = second_tab(page, url, lockless)
     write(other, QUESTION)  # waits for the other answer, as the server answers by turns
     other.locator(".user .said", has_text=QUESTION).wait_for()
-    page.evaluate("setInterval(() => window.next?.(), 1)")
+    page.evaluate(GO_ON)
     answered(other)
     page.get_by_text("Another tab has gone on with this conversation").wait_for()
     chats = [[one["content"] for one in chat["messages"]] for chat in kept(page)]
     assert sorted(map(len, chats)) == [2, 2]
     assert {chat[0] for chat in chats} == {FACT, f"{FACT}\n\n{QUESTION}"}
-    page.get_by_role("button", name="Open it").click()
+    press(page, "Open it")
     assert page.locator(".user .said").inner_text() == FACT
 
 
@@ -582,14 +585,13 @@ def test_full_storage_is_shown_and_loses_nothing(page, url):
     opened(page, url)
     say(page, "Hello!")
     page.evaluate(FULL)
-    page.get_by_role("button", name="Conversations").click()
-    page.get_by_role("button", name="New conversation").click()
+    press(page, "Conversations", "New conversation")
     first = say(page, FACT)
     alert = page.get_by_role("alert")
     alert.get_by_text(f"no room left: “{FACT}” is lost when this tab is closed").wait_for()
     say(page, QUESTION)
     with page.expect_download() as download:
-        alert.get_by_role("button", name="Export").click()
+        press(alert, "Export")
     (saved,) = json.loads(download.value.path().read_text())
     assert [one["content"] for one in saved["messages"]][:3] == [FACT, first, QUESTION]
     asked: list[str] = []
@@ -598,14 +600,13 @@ def test_full_storage_is_shown_and_loses_nothing(page, url):
     while not asked:  # the browser asks, and the page stays
         page.wait_for_timeout(10)
     assert asked == ["beforeunload"]
-    page.get_by_role("button", name="Conversations").click()
+    press(page, "Conversations")
     page.locator("#list .open", has_text="Hello!").click()
-    page.get_by_role("button", name="Conversations").click()
+    press(page, "Conversations")
     page.locator("#list .open", has_text=FACT).click()
     assert page.locator(".said").count() == 4
     page.evaluate(NO_JUNK)
-    page.get_by_role("button", name="Conversations").click()
-    page.get_by_role("button", name="Delete “Hello!”").click()
+    press(page, "Conversations", "Delete “Hello!”")
     page.locator("#full").wait_for(state="hidden")
     assert [one["id"] for one in kept(page)] == [saved["id"]]
 
@@ -630,26 +631,18 @@ def test_what_two_tabs_said_while_the_storage_was_full_is_kept_twice(page, url):
 
 
 def test_half_an_answer_comes_back_with_its_deleted_conversation(page, url):
-    page.add_init_script(SLOWLY)
-    opened(page, url)
-    write(page, FACT)
-    page.get_by_text("Okay", exact=False).wait_for()
-    page.get_by_role("button", name="Conversations").click()
-    page.get_by_role("button", name=f"Delete “{FACT}”").click()
+    halfway(page, url)
+    press(page, "Conversations", f"Delete “{FACT}”")
     assert kept(page) == []
     page.keyboard.press("Escape")
-    page.get_by_role("button", name="Undo").click()
+    press(page, "Undo")
     page.get_by_text("Stopped before its end").wait_for()
     assert answered(page).startswith("Okay")
 
 
 def test_an_answer_goes_on_while_another_conversation_is_in_sight(page, url, runtime):
-    page.add_init_script(SLOWLY)
-    opened(page, url)
-    write(page, FACT)
-    page.get_by_text("Okay", exact=False).wait_for()
-    page.get_by_role("button", name="Conversations").click()
-    page.get_by_role("button", name="New conversation").click()
+    halfway(page, url)
+    press(page, "Conversations", "New conversation")
     assert page.locator(".said").count() == 0
     assert page.get_by_role("button", name="Send").is_visible()
     busy = page.locator("#list .busy", has_text="being answered")
@@ -657,19 +650,16 @@ def test_an_answer_goes_on_while_another_conversation_is_in_sight(page, url, run
     page.set_viewport_size({"width": 1280, "height": 800})
     title = busy.locator(".name")
     assert title.bounding_box()["y"] - busy.bounding_box()["y"] <= 10, "below its mark"
-    page.evaluate("setInterval(() => window.next?.(), 1)")
+    page.evaluate(GO_ON)
     page.get_by_text(f"“{FACT}” is answered.").wait_for()
-    page.get_by_role("button", name="Open it").click()
+    press(page, "Open it")
     session = runtime.session()
     session.set_generation(max_new_tokens=64)
     assert answered(page) == "".join(session.send(FACT))
 
 
 def test_half_an_answer_is_marked_after_a_reload_and_gone_on_with(page, url):
-    page.add_init_script(SLOWLY)
-    opened(page, url)
-    write(page, FACT)
-    page.get_by_text("Okay", exact=False).wait_for()
+    halfway(page, url)
     page.reload()
     page.get_by_text("Stopped before its end").wait_for()
     half = kept(page)[0]["messages"]
@@ -682,8 +672,8 @@ def test_half_an_answer_is_marked_after_a_reload_and_gone_on_with(page, url):
         route.fulfill(body=f"data: {json.dumps(piece)}\n\ndata: [DONE]\n\n")
 
     page.route("**/v1/chat/completions", go_on)
-    page.evaluate("setInterval(() => window.next?.(), 1)")
-    page.get_by_role("button", name="Continue").click()
+    page.evaluate(GO_ON)
+    press(page, "Continue")
     page.locator(".assistant .said", has_text="and more").wait_for()
     assert asked == [[{key: one[key] for key in ("role", "content")} for one in half]]
     answered(page)
@@ -713,7 +703,7 @@ def test_refusals_are_told_and_nothing_is_lost(page, url):
         assert page.get_by_role("textbox").input_value() == FACT
         page.unroute("**/v1/chat/completions")
     page.route("**/v1/chat/completions", lambda route: route.abort())
-    page.get_by_role("button", name="Answer again").click()
+    press(page, "Answer again")
     page.get_by_role("alert").get_by_text("cannot be reached").wait_for()
     assert page.locator(".said").count() == 2, "the former answer stays"
     page.unroute("**/v1/chat/completions")
@@ -739,7 +729,7 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(page, runtime):
         page.goto(server.url)
         for key in ("wrong", KEYS[1]):
             page.get_by_label("API key").fill(key)
-            page.get_by_role("button", name="Use this key").click()
+            press(page, "Use this key")
             if key == "wrong":
                 page.get_by_text("does not take the key").wait_for()
         page.locator("#lead", has_text="keeps").wait_for()
@@ -750,7 +740,7 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(page, runtime):
         other = page.context.new_page()
         other.set_default_timeout(SOON)
         other.goto(server.url)
-        other.get_by_role("button", name="Not now").click()
+        press(other, "Not now")
         other.get_by_role("alert").get_by_text("Without its key").wait_for()
 
 
@@ -762,16 +752,6 @@ def answering(page: Any, *deltas: dict[str, str], before: Any = None, **more: An
     body = "".join(f"data: {json.dumps(one)}\n\n" for one in events) + "data: [DONE]\n\n"
     page.unroute("**/v1/chat/completions")
     page.route("**/v1/chat/completions", partial(fulfilled, {"body": body}))
-
-
-def test_the_headings_of_the_page_are_in_order(page, url):
-    answering(page, {"content": "### A\n\n# B\n\n##### C"})
-    opened(page, url).set_viewport_size({"width": 1300, "height": 800})
-    say(page, "Hello!")
-    names = page.locator("h1, h2, h3, h4, h5, h6").evaluate_all(
-        "all => all.filter((one) => one.checkVisibility()).map((one) => Number(one.localName[1]))"
-    )
-    assert names == [1, 2, 2, 3, 3, 4, 2]
 
 
 def test_texts_from_right_to_left(page, url):
@@ -838,9 +818,9 @@ def test_a_conversation_has_a_title_a_system_prompt_and_settings(page, url):
         "Most tokens of an answer": "7",
     }.items():
         if label == "Title":
-            page.get_by_role("button", name="About this conversation").click()
+            press(page, "About this conversation")
         page.get_by_label(label).fill(value)
-    page.get_by_role("button", name="Save").click()
+    press(page, "Save")
     assert kept(page) == []
     with page.expect_request("**/v1/chat/completions") as asked:
         say(page, FACT)
@@ -850,11 +830,11 @@ def test_a_conversation_has_a_title_a_system_prompt_and_settings(page, url):
     assert (body["temperature"], body["max_tokens"]) == (0.3, 7)
     page.reload()
     assert page.locator("h1").inner_text() == "Doors"
-    page.get_by_role("button", name="About this conversation").click()
+    press(page, "About this conversation")
     files = {}
     for kind in ("Markdown", "JSON"):
         with page.expect_download() as download:
-            page.get_by_role("button", name=f"Export as {kind}").click()
+            press(page, f"Export as {kind}")
         files[download.value.suggested_filename] = download.value.path().read_text()
     assert json.loads(files["Doors.json"]) == kept(page)[0]
     assert files["Doors.md"] == (
@@ -862,10 +842,9 @@ def test_a_conversation_has_a_title_a_system_prompt_and_settings(page, url):
     )
     page.get_by_label("Title").fill("")
     page.get_by_label("Most tokens of an answer").fill("")
-    page.get_by_role("button", name="Save").click()
+    press(page, "Save")
     assert page.locator("h1").inner_text() == FACT
-    page.get_by_role("button", name="Conversations").click()
-    page.get_by_role("button", name="New conversation").click()
+    press(page, "Conversations", "New conversation")
     with page.expect_request("**/v1/chat/completions") as asked:
         say(page, "Hello!")
     body = json.loads(asked.value.post_data)
@@ -876,10 +855,10 @@ def test_a_conversation_has_a_title_a_system_prompt_and_settings(page, url):
 @pytest.mark.slow
 def test_a_system_prompt_and_a_length_reach_the_model(page, url, runtime):
     opened(page, url)
-    page.get_by_role("button", name="About this conversation").click()
+    press(page, "About this conversation")
     page.get_by_label("System prompt").fill("Be kind.")
     page.get_by_label("Most tokens of an answer").fill("3")
-    page.get_by_role("button", name="Save").click()
+    press(page, "Save")
     said = say(page, FACT)
     assert page.get_by_text("as many tokens as it may have").is_visible()
     session = runtime.session(system="Be kind.")
@@ -963,10 +942,9 @@ def test_conversations_are_searched(page, url):
     answering(page, {"content": "Larch and fir."})
     opened(page, url)
     for text in ("Trees of the north?", "Trees of the south?"):
-        page.get_by_role("button", name="Conversations").click()
-        page.get_by_role("button", name="New conversation").click()
+        press(page, "Conversations", "New conversation")
         say(page, text)
-    page.get_by_role("button", name="Conversations").click()
+    press(page, "Conversations")
     search = page.get_by_role("searchbox", name="Search the conversations")
     for words, found in {"larch north": 1, "palm": 0}.items():
         search.fill(words)
@@ -1024,6 +1002,6 @@ def test_code_is_copied(page, url):
     opened(page, url)
     say(page, "Hello!")
     page.locator(".code-num").first.wait_for()  # its language came from the server
-    page.get_by_role("button", name="Copy the code").click()
+    press(page, "Copy the code")
     page.locator(".code").get_by_text("Copied").wait_for()
     assert page.evaluate("navigator.clipboard.readText()") == "print(1)\n\nprint(2)"
