@@ -14,6 +14,7 @@ from tools import PATIENCE, pocket_runtime
 
 import kvcap
 from kvcap.runtime.cli.options import Backend, Budget, Output, Recalling, Running, Sampling
+from kvcap.serve.admission import Opened, open_conversations
 from kvcap.serve.app import Settings, application
 from kvcap.serve.commands import Address, EngineOptions, Load, opened
 from kvcap.serve.contract import Ask, Reply
@@ -111,17 +112,34 @@ def small(folder: str) -> kvcap.Runtime:
     )
 
 
-def served(model: str, running: Running | None = None, **address: Any) -> Server:
-    """Start the server of `kvcap serve MODEL` on a free port."""
+def served(
+    model: str,
+    running: Running | None = None,
+    *,
+    load: Load | None = None,
+    engine: EngineOptions | None = None,
+    budget: Budget | None = None,
+    recalling: Recalling | None = None,
+    **address: Any,
+) -> Server:
+    """Start the server of `kvcap serve MODEL` on a free port, with these groups of its options."""
     return opened(
         model,
         Address(port=0, **address),
-        Load(),
-        EngineOptions(),
+        load or Load(),
+        engine or EngineOptions(),
         Backend(),
-        Budget(budget_tokens=64, block_size=16, dtype="float32"),
+        budget or Budget(budget_tokens=64, block_size=16, dtype="float32"),
         running or Running(device="cpu"),
         Sampling(),
         Output(),
-        Recalling(),
+        recalling or Recalling(),
     )
+
+
+def admitted(
+    model: str, budget: Budget | None = None, running: Running | None = None, **more: Any
+) -> Opened:
+    """Return the conversations of a model as `kvcap serve` plans and opens them."""
+    budget, running = budget or Budget(budget_tokens=64), running or Running(device="cpu")
+    return open_conversations(model, Backend(), budget, running, Output(quiet=True), **more)

@@ -12,7 +12,7 @@ import pytest
 import tiny_chat
 from chat_templates import TOOLS
 from make import in_python
-from server_chats import ask, serve, text_of, user
+from server_chats import admitted, ask, serve, text_of, user
 from tools import ROOT
 from transformers import AutoTokenizer
 
@@ -102,14 +102,7 @@ def test_the_index_of_a_conversation_is_planned_beside_its_cache(one: MemoryPlan
 def test_a_server_is_planned_with_the_indexes_that_its_sessions_may_have(
     chat_model: str, words: str, tokens: int, nbytes: int
 ) -> None:
-    opened = open_conversations(
-        chat_model,
-        Backend(),
-        Budget(budget_tokens=64, dtype="float32"),
-        Running(device="cpu"),
-        Output(quiet=True),
-        recall=RecallSettings.parse(words, "1MiB"),
-    )
+    opened = admitted(chat_model, recall=RecallSettings.parse(words, "1MiB"))
     session = opened.scheduler._new_session()
     opened.scheduler.close()
     assert opened.plan.index == nbytes
@@ -139,14 +132,7 @@ def test_plan_counts_copies_as_the_server_does(chat_model: str, capsys: Any, cop
     given = ["plan", chat_model, "--budget-tokens", "64", "--shared-prompts", str(copies)]
     assert run([*given, "--serve", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["serve"]
-    opened = open_conversations(
-        chat_model,
-        Backend(),
-        Budget(budget_tokens=64),
-        Running(),
-        Output(quiet=True),
-        shared_prompts=copies,
-    )
+    opened = admitted(chat_model, running=Running(), shared_prompts=copies)
     opened.scheduler.close()
     assert found["shared_prompts"] == opened.plan.shared_prompts == copies
     assert found["shared_prompt_bytes"] == opened.plan.shared_prompt_bytes
@@ -175,9 +161,7 @@ def test_rows_are_planned_to_the_byte(
     """A plan counts the rotated keys of conversations that share passes, as they do on a CPU."""
     budget = Budget(budget_tokens=64, dtype=dtype)
     running = Running(device="cpu", evict_every=every)
-    opened = open_conversations(
-        chat_model, Backend(), budget, running, Output(quiet=True), together=3, places=5
-    )
+    opened = admitted(chat_model, budget, running, together=3, places=5)
     opened.scheduler.close()
     assert opened.scheduler.batch.apart is None
     assert opened.plan.shared.rows == opened.scheduler.batch.nbytes
@@ -212,18 +196,10 @@ def test_nothing_is_loaded_where_not_one_conversation_fits(
     chat_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvcap.serve.admission.load_for_chat", lambda *_: 1 / 0)
-    without = Budget(enforce="rlimit")
     with pytest.raises(ValueError, match="give one, such as --memory-cap 2GiB"):
-        open_conversations(chat_model, Backend(), without, Running(device="cpu"), Output())
+        admitted(chat_model, Budget(enforce="rlimit"))
     with pytest.raises(PlanInfeasible, match="so that 0 fit"):
-        open_conversations(
-            chat_model,
-            Backend(),
-            Budget(memory_cap="64MiB"),
-            Running(),
-            Output(quiet=True),
-            folder=tmp_path / "kept",
-        )
+        admitted(chat_model, Budget(memory_cap="64MiB"), folder=tmp_path / "kept")
     assert not (tmp_path / "kept").exists()
 
 
@@ -242,13 +218,11 @@ def test_no_more_are_made_once_the_process_has_grown(one: MemoryPlan) -> None:
 
 PROGRAM = """
 import asyncio, sys
-from kvcap.runtime.cli.options import Backend, Budget, Output, Running
-from kvcap.serve.admission import open_conversations
-from server_chats import ask, text_of, until, user
+from kvcap.runtime.cli.options import Budget
+from server_chats import admitted, ask, text_of, until, user
 cap = int(sys.argv[2])
-opened = open_conversations(
-    sys.argv[1], Backend(), Budget(memory_cap=str(cap), budget_tokens=4096),
-    Running(device="cpu"), Output(quiet=True), folder=sys.argv[3],
+opened = admitted(
+    sys.argv[1], Budget(memory_cap=str(cap), budget_tokens=4096), folder=sys.argv[3]
 )
 async def main():
     s, n = opened.scheduler, opened.plan.places

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -36,19 +35,6 @@ def client(scheduler: Scheduler) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_a_conversation_goes_on_with_what_it_holds(client):
-    messages: Any = [user(FACT)]
-    first = client.chat.completions.create(messages=messages, **ASKED)
-    assert first.choices[0].message.content == plain(pocket(), messages)[1]
-    assert first.usage.kv["evicted"] > 0
-    messages += [first.choices[0].message, user("What is the code?")]
-    again = client.chat.completions.create(messages=messages, **ASKED)
-    reused = sum(first.usage.kv[name] for name in ("held", "waiting", "evicted"))
-    assert again.usage.prompt_tokens_details.cached_tokens == reused
-    assert again.usage.kv["held"] <= 64
-    assert again.usage.kv["reused"] == reused
-
-
 def test_clients_at_once_are_answered_as_if_each_were_alone(client):
     chats: list[Any] = [[user(f"Please remember: my lucky number is {n}. " * 4)] for n in range(5)]
 
@@ -59,19 +45,6 @@ def test_clients_at_once_are_answered_as_if_each_were_alone(client):
     with ThreadPoolExecutor(5) as threads:
         found = list(threads.map(answer, chats))
     assert found == [plain(pocket(), messages)[1] for messages in chats]
-
-
-def test_a_client_that_goes_frees_its_place(client, scheduler):
-    before = scheduler.figures().stopped
-    for _ in range(3):  # more than are answered at once
-        with client.chat.completions.create(
-            messages=[user("Hello!")], stream=True, **{**ASKED, "max_tokens": 10_000}
-        ) as parts:
-            next(iter(parts))
-    client.chat.completions.create(messages=[user("Hello!")], **ASKED)
-    figures = scheduler.figures()
-    assert figures.answering == figures.waiting == 0
-    assert figures.stopped + figures.answered > before
 
 
 def test_log_probabilities_are_those_of_the_text(client):
@@ -90,21 +63,6 @@ def test_log_probabilities_are_those_of_the_text(client):
     text = client.completions.create(prompt="Hello!", logprobs=1, **ASKED).choices[0]
     assert text.logprobs.text_offset[0] == 0
     assert "".join(text.logprobs.tokens) == text.text
-
-
-def test_an_answer_is_held_to_a_schema(client):
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "boolean"}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    said = client.chat.completions.create(
-        messages=[user("Hello!")],
-        **{**ASKED, "max_tokens": 40},
-        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
-    )
-    assert json.loads(said.choices[0].message.content)["a"] in (True, False)
 
 
 def test_a_model_is_told_of_tools_that_its_template_does_not_write(client):

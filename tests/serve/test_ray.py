@@ -15,14 +15,14 @@ import httpx
 import pytest
 from conftest import tiny_model
 from make import eventually
+from server_chats import admitted, served
 from tools import PATIENCE
 from transformers import AutoTokenizer
 
 from kvcap import pocket
-from kvcap.runtime.cli.options import Backend, Budget, Output, Recalling, Running, Sampling
+from kvcap.runtime.cli.options import Budget
 from kvcap.runtime.errors import PlanInfeasible
-from kvcap.serve.admission import open_conversations
-from kvcap.serve.commands import Address, EngineOptions, Load, opened
+from kvcap.serve.commands import EngineOptions, Load
 from kvcap.serve.contract import Ask
 from kvcap.serve.server import Server
 
@@ -57,19 +57,10 @@ def keep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(cluster: Any, model: str, keep: Path) -> Iterator[Server]:
-    made = opened(
-        model,
-        Address(port=0, api_key=["ada", "bob"]),
-        Load(keep=keep),
-        EngineOptions("ray", 2, cluster.address),
-        Backend(),
-        BUDGET,
-        Running(device="cpu"),
-        Sampling(),
-        Output(quiet=True),
-        Recalling(),
-    )
-    with made:
+    engine = EngineOptions("ray", 2, cluster.address)
+    with served(
+        model, load=Load(keep=keep), engine=engine, budget=BUDGET, api_key=["ada", "bob"]
+    ) as made:
         yield made
 
 
@@ -107,9 +98,7 @@ def test_two_replicas_answer_as_one_process_does(server: Server, model: str) -> 
             talk += [said(answer), {"role": "user", "content": "And now?"}]
 
     async def alone() -> None:
-        one = open_conversations(
-            model, Backend(), BUDGET, Running(device="cpu"), Output(quiet=True)
-        ).scheduler
+        one = admitted(model, BUDGET).scheduler
         for talk in talks:
             for end in (1, 3):
                 options = {"max_new_tokens": 12, "temperature": 0}
@@ -249,18 +238,8 @@ def test_an_answer_ends_whose_conversation_is_deleted(server: Server) -> None:
 
 
 def small(cluster: Any, model: str, replicas: int, budget: Budget) -> None:
-    opened(
-        model,
-        Address(port=0, name="small"),
-        Load(),
-        EngineOptions("ray", replicas, cluster.address),
-        Backend(),
-        budget,
-        Running(device="cpu"),
-        Sampling(),
-        Output(quiet=True),
-        Recalling(),
-    )
+    engine = EngineOptions("ray", replicas, cluster.address)
+    served(model, engine=engine, budget=budget, name="small")
 
 
 def test_after_the_end_all_is_kept_and_what_cannot_be_is_refused_by_name(

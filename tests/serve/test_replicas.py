@@ -8,13 +8,14 @@ import sys
 from typing import Any
 
 import pytest
+from server_chats import served
 
-from kvcap.runtime.cli.options import Backend, Budget, Output, Recalling, Running, Sampling
+from kvcap.runtime.cli.options import Backend, Budget, Recalling, Running
 from kvcap.runtime.cluster import Share
 from kvcap.runtime.errors import Busy, ConversationUnknown, ExtraMissing, KvcapError
 from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.serve.admission import open_conversations
-from kvcap.serve.commands import Address, EngineOptions, Load, opened
+from kvcap.serve.commands import EngineOptions
 from kvcap.serve.contract import Ask, Figures
 from kvcap.serve.replicas import Opening, open_replicas, place_of, routed, sent, shared, total
 
@@ -117,18 +118,7 @@ def test_every_replica_recalls_as_the_command_was_told(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("kvcap.serve.replicas.open_replicas", start)
     with pytest.raises(KvcapError, match="no cluster"):
-        opened(
-            "pocket",
-            Address(port=0),
-            Load(),
-            EngineOptions("ray"),
-            Backend(),
-            Budget(),
-            Running(),
-            Sampling(),
-            Output(quiet=True),
-            Recalling("96", "1MiB"),
-        )
+        served("pocket", engine=EngineOptions("ray"), recalling=Recalling("96", "1MiB"))
     assert found[0].load["recall"] == RecallSettings(96, 1 << 20)
     inspect.signature(open_conversations).bind("", "", "", "", "", **found[0].load)
 

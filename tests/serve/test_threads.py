@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_chat
-from server_chats import ask, serve, text_of, user
+from server_chats import admitted, ask, serve, text_of, user
 
-from kvcap.runtime.cli.options import Backend, Budget, Output, Running
 from kvcap.serve import admission, scheduler
 from kvcap.serve.scheduler import Scheduler
 from kvcap.serve.threads import by_a_thread
@@ -28,7 +25,7 @@ def test_its_error_comes_to_who_asked() -> None:
 
 
 def test_a_model_is_loaded_and_prompts_are_prepared_by_threads_that_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chat_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load, begin = admission.load_for_chat, scheduler.begin
     threads = list[threading.Thread]()
@@ -42,13 +39,7 @@ def test_a_model_is_loaded_and_prompts_are_prepared_by_threads_that_end(
 
     monkeypatch.setattr(admission, "load_for_chat", noted(load))
     monkeypatch.setattr(scheduler, "begin", noted(begin))
-    opened = admission.open_conversations(
-        tiny_chat.save(tmp_path),
-        Backend(),
-        Budget(budget_tokens=64),
-        Running(device="cpu"),
-        Output(quiet=True),
-    )
+    opened = admitted(chat_model)
 
     async def chat(s: Scheduler) -> None:
         await text_of(s.submit(ask(user("Hello!"), tokens=3)))
