@@ -5,21 +5,21 @@ from __future__ import annotations
 import copy
 import os
 import signal
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from batches import NEVER, as_alone, together
 from make import in_python
-from tools import ROOT, differing, kept
+from tools import ROOT, kept
 from tools import pocket_runtime as runtime_of
 
 import kvcap
 from kvcap.runtime.backends.pytorch import batch as shared_rows
 from kvcap.runtime.backends.pytorch.batch import SessionRows
 from kvcap.runtime.errors import PlanInfeasible
-from kvcap.runtime.session.batch import Answer, Batch
+from kvcap.runtime.session.batch import Answer
 from kvcap.runtime.session.session import Session
 
 FACT = "Please remember: the code for the {} door is {}. "
@@ -43,15 +43,6 @@ def begun(runtime: kvcap.Runtime, texts: list[str], tokens: int = 20) -> list[Se
     return found
 
 
-def together(batch: Batch, asked: list[tuple[Session, Any]]) -> list[str]:
-    answers = {id(session): "" for session, _ in asked}
-    for session, pieces in asked:
-        batch.add(session, pieces)
-    for session, text in batch:
-        answers[id(session)] += text
-    return [answers[id(session)] for session, _ in asked]
-
-
 def pair(
     runtime: kvcap.Runtime, texts: list[str], tokens: int = 20, **settings: Any
 ) -> tuple[list[Session], list[Session]]:
@@ -60,29 +51,6 @@ def pair(
     for session in (*groups[0], *groups[1]):
         session.set_generation(**settings)
     return groups
-
-
-def as_alone(
-    batch: Batch,
-    alone: list[Session],
-    sessions: list[Session],
-    said: Sequence[str] = ("Go on.",) * 3,
-    apart: float = 0,
-) -> None:
-    """Answer both groups, and hold what a batch says and keeps to what each says alone."""
-    expected = ["".join(s.send(text)) for s, text in zip(alone, said, strict=False)]
-    asked = [(s, s.send(text)) for s, text in zip(sessions, said, strict=False)]
-    assert together(batch, asked) == expected
-    assert differing(sessions, alone) <= apart
-    for one, other in zip(sessions, alone, strict=True):
-        assert one.messages == other.messages
-        assert one.stats.seen_tokens == other.stats.seen_tokens
-        assert one.stats.held_tokens == other.stats.held_tokens
-        assert one.turn is not None
-        assert one.turn.finish_reason == other.turn.finish_reason  # type: ignore[union-attr]
-    # They go on alone as well.
-    again = [["".join(s.send("And once more?")) for s in group] for group in (sessions, alone)]
-    assert again[0] == again[1]
 
 
 @pytest.fixture
@@ -114,7 +82,6 @@ def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     return bool(request.param)
 
 
-NEVER = 1_000_000  # a token that is not drawn
 QUESTION = "What is the code for the {} door?"
 
 
@@ -144,7 +111,7 @@ def test_a_shared_pass_reads_the_tokens_of_all(monkeypatch: pytest.MonkeyPatch) 
     )
     for session in sessions:
         session.set_generation(max_new_tokens=9, eos_token_id=NEVER)
-    together(batch, [(session, session.send("Go on.")) for session in sessions])
+    together(batch, sessions, ["Go on."] * 3)
     # The ninth token is not read. One prompt is read at a time, so that the first answer begins a
     # token early, alone, and the last one ends alone.
     assert shapes == [(3, 1)] * 8
@@ -261,7 +228,7 @@ def test_sampled_answers_have_their_own_random_numbers() -> None:
             session.set_generation(do_sample=True, temperature=1.5, seed=seed)
     expected = ["".join(s.send("Go on.")) for s in groups[0]]
     batch = runtime.batch(2)
-    assert together(batch, [(s, s.send("Go on.")) for s in groups[1]]) == expected
+    assert together(batch, groups[1], ["Go on."] * 2) == expected
     assert expected[0] != expected[1]
 
 
@@ -392,8 +359,8 @@ def test_a_shared_pass_that_fails_ends_those_answers_and_no_more(
         ends = [x for x in batch.step() if x.ended]
     assert [type(x.error) for x in ends] == [ZeroDivisionError] * 2
     assert [s.cache.seen for s in sessions[:2]] == [0, 0]
-    assert together(batch, [(sessions[2], sessions[2].send("Go on."))]) == [expected]
-    again = together(batch, [(s, s.send("And now?")) for s in sessions[:2]])
+    assert together(batch, sessions[2:], ["Go on."]) == [expected]
+    again = together(batch, sessions[:2], ["And now?"] * 2)
     for session, answer in zip(sessions, again, strict=False):
         fresh = runtime.session()
         fresh.set_generation(do_sample=False, max_new_tokens=20)

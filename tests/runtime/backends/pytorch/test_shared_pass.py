@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from batches import NEVER, as_alone, together
 from conftest import small_policy, tiny_config
 from families import MLA, NEIGHBOURS, READERS, SINKS, STATES, model_of
-from tools import differing, kept, pocket_runtime
+from tools import kept, pocket_runtime
 from transformers import AutoModelForCausalLM
 
 import kvcap
@@ -29,7 +30,6 @@ from kvcap.runtime.session.batch import Answer, Batch
 from kvcap.runtime.session.decoding import Step
 from kvcap.runtime.session.session import Session
 
-NEVER = 1_000_000  # a token that is not drawn
 FACT = "Please remember: the code for the {} door is {}. "
 DOORS = ["blue", "red", "old", "green", "small", "north"]
 TEXTS = [  # no sentence twice, of whose tokens several would score alike but for rounding
@@ -54,13 +54,6 @@ def sessions_of(runtime: kvcap.Runtime, tokens: tuple[int, ...]) -> list[Session
     return found
 
 
-def answered(batch: Batch) -> dict[int, str]:
-    found: dict[int, str] = {}
-    for session, text in batch:
-        found[id(session)] = found.get(id(session), "") + text
-    return found
-
-
 @pytest.mark.slow(keep=6)
 @pytest.mark.parametrize(
     ("policy", "more"),
@@ -80,7 +73,6 @@ def test_answers_and_what_is_kept_are_those_of_sessions_alone(
     """Of unequal length, one that ends midway and one that comes then."""
     runtime, tokens = runtime_of(policy, **more), (40, 12, 24)
     alone, sessions = sessions_of(runtime, tokens), sessions_of(runtime, tokens)
-    expected = ["".join(s.send(text)) for s, text in zip(alone, TEXTS, strict=True)]
     batch, sizes = runtime.batch(2), list[int]()
     if batch.apart is None and not isinstance(batch._rows, SharedPass):
         pytest.skip("these share a cache")
@@ -89,19 +81,11 @@ def test_answers_and_what_is_kept_are_those_of_sessions_alone(
     monkeypatch.setattr(
         shared_pass, "read_token_of_each", lambda *a: (sizes.append(len(a[1])), read(*a))[1]
     )
-    for session, text in zip(sessions, TEXTS, strict=True):
-        batch.add(session, session.send(text))
-    found = answered(batch)
-    assert [found[id(s)] for s in sessions] == expected
-    assert differing(sessions, alone) < 0.005
-    assert [s.stats.held_tokens for s in sessions] == [s.stats.held_tokens for s in alone]
+    as_alone(batch, alone, sessions, TEXTS, apart=0.005)
     assert set(sizes) == {2}
     # What is alone is read alone: while another's prompt is read, and at the end.
     assert len(sizes) >= 20
     assert (batch.nbytes > 0) is (runtime.plan.dtype == "bfloat16")
-    # They go on alone as well.
-    again = [["".join(s.send("And?")) for s in group] for group in (sessions, alone)]
-    assert again[0] == again[1]
 
 
 @pytest.mark.slow(keep=2)
@@ -124,13 +108,7 @@ def test_pinned_messages_stay_and_are_read_with_others() -> None:
     alone, sessions = sessions_of(runtime, (30, 30)), sessions_of(runtime, (30, 30))
     for group in (alone, sessions):
         "".join(group[0].send("The word is plum.", pin=True))
-    expected = ["".join(s.send(text)) for s, text in zip(alone, TEXTS[1:], strict=True)]
-    batch = runtime.batch(2)
-    for session, text in zip(sessions, TEXTS[1:], strict=True):
-        batch.add(session, session.send(text))
-    found = answered(batch)
-    assert [found[id(s)] for s in sessions] == expected
-    assert list(map(kept, sessions)) == list(map(kept, alone))
+    as_alone(runtime.batch(2), alone, sessions, TEXTS[1:])
 
 
 APART = {**MLA, **READERS, **SINKS, **STATES}
@@ -195,12 +173,18 @@ def test_who_may_not_read_a_token_is_refused_alone() -> None:
     expected = "".join(alone[0].send("Hello."))
     sessions[1].on_full = "stop"
     sessions[1].set_generation(max_new_tokens=31)
-    batch = runtime.batch(2)
-    batch.add(sessions[0], sessions[0].send("Hello."))
-    batch.add(sessions[1], sessions[1].send(TEXTS[1][:120]))
-    assert answered(batch)[id(sessions[0])] == expected
+    said = "Hello.", TEXTS[1][:120]
+    assert together(runtime.batch(2), sessions, said)[0] == expected
     assert sessions[1].turn is not None
     assert sessions[1].turn.finish_reason == "full"
+
+
+def begin(batch: Batch, sessions: list[Session]) -> None:
+    """Have the batch read what both sessions are asked, up to their first tokens."""
+    for session, text in zip(sessions, TEXTS[:2], strict=True):
+        batch.add(session, session.send(text))
+    while any(answer.step is None for answer in batch._answers) or not batch._answers:
+        batch.step()
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), MemoryError()])
@@ -211,10 +195,7 @@ def test_a_pass_that_fails_ends_those_answers_and_no_more(
     runtime = runtime_of()
     alone, sessions = sessions_of(runtime, (20,)), sessions_of(runtime, (20, 20))
     batch, layer = runtime.batch(2), sessions[1].loop.cache.capped_layers[1]
-    for session, text in zip(sessions, TEXTS[:2], strict=True):
-        batch.add(session, session.send(text))
-    while any(a.step is None for a in batch._answers) or not batch._answers:
-        batch.step()
+    begin(batch, sessions)
 
     def fail(*_: Any) -> Any:
         raise error
@@ -226,18 +207,14 @@ def test_a_pass_that_fails_ends_those_answers_and_no_more(
     assert [type(x.error) for x in ends] == [expected] * 2
     assert [s.cache.seen for s in sessions] == [0, 0]
     assert all(s.cache.consistent for s in sessions)
-    batch.add(sessions[0], sessions[0].send("And now?"))
-    again = answered(batch)[id(sessions[0])]
+    (again,) = together(batch, sessions[:1], ["And now?"])
     assert "".join(alone[0].send(sessions[0].messages[:-1])) == again
 
 
 def test_a_pass_over_the_cap_is_refused_before_it_begins() -> None:
     runtime = runtime_of()
     sessions, batch = sessions_of(runtime, (20, 20)), runtime.batch(2)
-    for session, text in zip(sessions, TEXTS[:2], strict=True):
-        batch.add(session, session.send(text))
-    while any(a.step is None for a in batch._answers) or not batch._answers:
-        batch.step()
+    begin(batch, sessions)
     before = [s.cache.seen for s in sessions]
     for session in sessions:
         session.cache.guard = CapGuard(cap=1, workspace=1, block=16)
