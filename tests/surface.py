@@ -26,11 +26,13 @@ TOKENS = 16  # of an answer
 
 
 class Heard(NamedTuple):
-    """Holds an answer, and what is told of it: tokens recalled, slots held, bytes at most."""
+    """Holds an answer, and what is told of it: tokens recalled, slots in use, bytes at most."""
 
     text: str
     recalled: int
     held: int
+    waiting: int
+    evicted: int
     cap_bytes: int
 
 
@@ -112,7 +114,8 @@ class InPython(Surface):
     def _heard(self, text: str) -> Heard:
         stats, turn = self.session.stats, self.session.turn
         assert turn is not None
-        return Heard(text, turn.recalled_tokens, stats.held_tokens, stats.cap_bytes)
+        slots = stats.held_tokens, stats.waiting_tokens, stats.evicted_tokens
+        return Heard(text, turn.recalled_tokens, *slots, stats.cap_bytes)
 
     def recall(self, most: str) -> None:
         self.session.recall.limit = RecallSettings.parse(most).limit(
@@ -164,7 +167,8 @@ class OnTheCommandLine(InPython):
             assert passage["text"] in self.runtime.tokenizer.decode(read)
             assert passage["score"] > 0
         assert kv["bytes"] <= kv["cap_bytes"]
-        return Heard(said["text"], recalled, kv["held_tokens"], kv["cap_bytes"])
+        slots = (kv[f"{name}_tokens"] for name in ("held", "waiting", "evicted"))
+        return Heard(said["text"], recalled, *slots, kv["cap_bytes"])
 
     def recall(self, most: str) -> None:
         self._run(f"/recall {most}")
@@ -211,7 +215,8 @@ class OverHttp(Surface):
         answer, usage = said["choices"][0]["message"]["content"], said["usage"]
         assert bool(usage["recalled"]) == bool(usage["recalled_passages"])
         self.messages.append({"role": "assistant", "content": answer})
-        return Heard(answer, usage["recalled"], usage["kv"]["held"], usage["kv"]["cap_bytes"])
+        slots = (usage["kv"][name] for name in ("held", "waiting", "evicted", "cap_bytes"))
+        return Heard(answer, usage["recalled"], *slots)
 
     def recall(self, most: str) -> None:
         self.most = most

@@ -223,21 +223,6 @@ def test_conversations_of_one_system_prompt_keep_its_first_tokens(
     assert all(found) if sinks is None else not all(found)
 
 
-def test_a_usage_tells_what_waits_for_the_next_eviction(chat_model: str) -> None:
-    runtime = kvcap.Runtime.from_pretrained(
-        chat_model, budget_tokens=48, block_size=16, device="cpu", evict_every=16
-    )
-
-    async def chat(s: Scheduler) -> None:
-        reply = s.submit(ask(user("Seven kinds of mosses survive the cold. " * 9), tokens=6))
-        await text_of(reply)
-        assert (reply.usage.held, reply.usage.waiting) == (48, 5)  # the last token is not read
-        read = reply.usage.prompt_tokens + 5
-        assert reply.usage.evicted == read - 48 - 5
-
-    serve(Scheduler(runtime, limits(places=1, together=1)), chat)
-
-
 def test_a_short_conversation_in_the_place_of_a_long_one_is_saved_and_restored(
     chat_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -78,16 +78,6 @@ def test_every_token_and_who_holds_it(runtime):
     assert sound(session).tokens == []
 
 
-def test_what_waits_for_the_next_eviction_is_told_apart(tmp_path):
-    runtime = Runtime.from_pretrained(
-        tiny_chat.save(tmp_path), budget_tokens=64, block_size=16, device="cpu", evict_every=16
-    )
-    session = session_of(runtime)
-    list(session.send(LONG))
-    found = sound(session)
-    assert (found.held, found.waiting) == (64, 5)  # of 6 tokens the last is not read
-
-
 def test_recalled_text_is_told_from_pins_while_its_answer_is_written_and_afterwards(tmp_path):
     folder = tiny_chat.save(tmp_path)
     runtime = Runtime.from_pretrained(

@@ -90,6 +90,19 @@ def test_a_forgotten_conversation_is_recalled_in_no_other(surface):
     assert surface.read_again == ""
 
 
+@pytest.mark.parametrize("made", SURFACES, ids=lambda one: one.__name__)
+def test_slots_in_use_above_the_budget_wait_for_the_next_eviction(made, chat_model, tmp_path):
+    runtime = kvcap.Runtime.from_pretrained(
+        chat_model, budget_tokens=48, block_size=16, device="cpu", evict_every=16
+    )
+    one: Surface = made(runtime, tmp_path)
+    heard, strip = one.say(PAIRS), one.strip
+    assert (heard.held, heard.waiting) == (48, 15)  # of 16 tokens the last is not read
+    assert (strip.held, strip.waiting, strip.evicted) == heard[2:5]
+    assert sum(heard[2:5]) == len(strip.tokens)
+    one.close()
+
+
 def test_what_is_pinned_stays(surface):
     told(surface, pin=True)
     assert FACT in surface.pinned
