@@ -28,8 +28,12 @@ def as_alone(
     sessions: Sequence[Session],
     said: Sequence[str] = ("Go on.",) * 3,
     apart: float = 0,
+    then: str = "And once more?",
 ) -> None:
-    """Answer both groups, and hold what a batch says and keeps to what each says alone."""
+    """Answer both groups, and hold what a batch says and keeps to what each says alone.
+
+    At most a share `apart` of the tokens that are kept differs. They go on alone with `then`.
+    """
     expected = ["".join(s.send(text)) for s, text in zip(alone, said, strict=False)]
     assert together(batch, sessions, said) == expected
     assert differing(sessions, alone) <= apart
@@ -39,6 +43,5 @@ def as_alone(
         assert one.stats.held_tokens == other.stats.held_tokens
         assert one.turn is not None
         assert one.turn.finish_reason == other.turn.finish_reason  # type: ignore[union-attr]
-    # They go on alone as well.
-    again = [["".join(s.send("And once more?")) for s in group] for group in (sessions, alone)]
+    again = [["".join(s.send(then)) for s in group] for group in (sessions, alone)]
     assert again[0] == again[1]

@@ -72,6 +72,6 @@ const UNITS = {
     return [element.textContent, element.childNodes.map((one) => [one.attributes?.get("class") ?? null, one.textContent])];
   },
 };
-const found = [];
-for (const [name, given] of JSON.parse(readFileSync(0, "utf8"))) found.push(await UNITS[name](...given));
-process.stdout.write(JSON.stringify(found));
+const results = [];
+for (const [name, given] of JSON.parse(readFileSync(0, "utf8"))) results.push(await UNITS[name](...given));
+process.stdout.write(JSON.stringify(results));

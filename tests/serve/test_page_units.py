@@ -111,8 +111,8 @@ CODE = {
 
 
 def test_code_has_colours():
-    found = units(*(("coloured", code, name) for name, (code, _) in CODE.items()))
-    for (name, (code, expected)), (text, pieces) in zip(CODE.items(), found, strict=True):
+    results = units(*(("coloured", code, name) for name, (code, _) in CODE.items()))
+    for (name, (code, expected)), (text, pieces) in zip(CODE.items(), results, strict=True):
         assert text == code, name
         for kind, piece in expected.items():
             assert [f"code-{kind}", piece] in pieces
@@ -130,8 +130,8 @@ THOUGHTS = {  # what an answer says, and what was thought and said of it
 
 def test_thoughts_are_told_from_what_is_said():
     given = {"content": "Yes.", "reasoning_content": " So it is. "}
-    found = units(*(("parted", {"content": text}) for text in THOUGHTS), ("parted", given))
-    said = [(one["thoughts"], one["text"]) for one in found]
+    results = units(*(("parted", {"content": text}) for text in THOUGHTS), ("parted", given))
+    said = [(one["thoughts"], one["text"]) for one in results]
     assert said == [*THOUGHTS.values(), ("So it is.", "Yes.")]
 
 
@@ -142,8 +142,8 @@ def chat(*said: str, title: str = "") -> dict[str, Any]:
 def test_conversations_are_found_by_their_words_and_have_a_title():
     chats = [chat(f"Trees of the {side}?", "Larch and fir.") for side in ("north", "south")]
     searches = {"": 2, "LARCH tree": 2, "larch north": 1, "palm": 0}
-    found = units(*(("holding", chats, words) for words in searches))
-    assert [*map(len, found)] == [*searches.values()]
+    results = units(*(("holding", chats, words) for words in searches))
+    assert [*map(len, results)] == [*searches.values()]
     long = "a  b\n" + "c" * 100
     titles = [chat("x", title="Doors"), chat(), chat(" \n"), chat(long), chat("🐝" * 61)]
     expected = [
@@ -179,7 +179,7 @@ def test_a_long_message_is_folded_between_letters():
     texts = ["a" * 600, "a" * 601, "🐝" * 999, "line\n" * 9, "line\n" * 13]
     said = units(*(("said", {"role": "user", "content": text}) for text in texts))
     folds = [
-        [text for text in found if re.fullmatch("Show all .* letters", text)] for found in said
+        [text for text in results if re.fullmatch("Show all .* letters", text)] for results in said
     ]
     assert [*map(len, folds)] == [0, 1, 1, 0, 1]
     assert folds[2] == ["Show all 1,998 letters"]

@@ -15,7 +15,6 @@ import pytest
 from make import argv
 from stand_in import StandIn
 
-from kvcap.cli import run
 from kvcap.serve.app import Settings, application
 from kvcap.serve.commands import Address
 from kvcap.serve.limits import RequestLimits
@@ -110,7 +109,7 @@ def test_a_server_with_a_certificate_speaks_https(tmp_path):
         Address(tls_cert=key, tls_key=cert).tls()
 
 
-def test_what_is_no_name_origin_or_certificate_is_refused(tmp_path, capsys):
+def test_what_is_no_name_origin_or_certificate_is_refused(tmp_path, kvcap):
     none = str(Path(tmp_path) / "none.pem")
     for options, words in (
         (["--allow-host", "http://box"], "no name of a host"),
@@ -120,5 +119,4 @@ def test_what_is_no_name_origin_or_certificate_is_refused(tmp_path, capsys):
         (["--tls-cert", none], "go together"),
         (["--tls-cert", none, "--tls-key", none], "cannot be used"),
     ):
-        assert run(["serve", "--port", "0", *options]) == 2
-        assert words in capsys.readouterr().err
+        assert words in kvcap.refused("serve", "--port", "0", *options)

@@ -33,16 +33,16 @@ LEAST: dict[str, Any] = {
 }
 
 
-def found(asked: Any, name: str) -> Any:
-    """Return what a conversation is asked for: a field of it, a part of that, or of all parts."""
-    part, _, rest = name.partition(".")
+def value_at(request: Any, path: str) -> Any:
+    """Return a field of a request, a value within it, or by `*` the values within all items."""
+    name, _, rest = path.partition(".")
     if not name:
-        return asked
-    if part == "*":
-        return [found(one, rest) for one in asked]
-    if isinstance(asked, Mapping):
-        return found(asked.get(part), rest)
-    return found(asked[int(part)] if part.isdigit() else getattr(asked, part), rest)
+        return request
+    if name == "*":
+        return [value_at(item, rest) for item in request]
+    if isinstance(request, Mapping):
+        return value_at(request.get(name), rest)
+    return value_at(request[int(name)] if name.isdigit() else getattr(request, name), rest)
 
 
 def short(value: Any) -> str:
@@ -125,7 +125,7 @@ RAN: Any = {"type": "function_call", "id": "fc_1", "call_id": "1", "name": "run"
 PUT: Any = {"type": "function_call_output", "id": "fco_1", "call_id": "1", "output": "Set."}
 GOAL: Any = {"type": "function_call_output", "name": "goal", "namespace": "agent", "output": "Run."}
 
-ASKED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # an address, a body, what is asked for
+REQUESTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # an address, a body, its request
     (CHAT_PATH, NOTHING, {"options": {"frequency_penalty": 0.0, "presence_penalty": 0.0}}),
     (CHAT_PATH, {"frequency_penalty": 1, "presence_penalty": -0.5},
      {"options": {"frequency_penalty": 1.0, "presence_penalty": -0.5}}),
@@ -216,11 +216,11 @@ ASKED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # an address, a bod
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "more", "wanted"), ASKED, ids=short)
-def test_what_a_body_says_is_asked_for(http, talk, path, more, wanted):
+@pytest.mark.parametrize(("path", "more", "expected"), REQUESTS, ids=short)
+def test_a_body_becomes_a_request(http, talk, path, more, expected):
     answer = http.post(path, json=body(path, more))
     assert answer.status_code == 200, answer.text
-    assert {name: found(talk.asked, name) for name in wanted} == wanted
+    assert {name: value_at(talk.asked, name) for name in expected} == expected
 
 
 ZEROS: dict[str, Any] = {"template": "", "system": "", "options": None, "suffix": "", "name": "",
