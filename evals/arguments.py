@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from kvcap.runtime.cli import options
 from kvcap.runtime.cli.declare import argument, option
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ USED = (
     "model that is downloaded once, or pocket, pocket-plain or pocket-text, which are built in."
 )
 MODEL: Any = argument("pocket", USED)
-BLOCK_SIZE: Any = option(128, "Read N tokens at once.", min=1, panel="Memory")
 THREADS: Any = option(
     None, "Compute with N threads of the CPU (all cores by default).", min=1, panel="Device"
 )
@@ -39,18 +37,22 @@ DEVICE: Any = option(
 )
 JSON: Any = option(False, "Print one JSON document.", panel="Output")
 
-POLICY_OPTION: Any = option(
-    None,
-    "Set an option of every policy that has it; repeatable.",
-    metavar="KEY=VALUE",
-    panel="Measure",
-)
-SINK_TOKENS: Any = option(
-    None,
-    "Never evict the first N tokens, whatever the policy (by default those that its paper pins).",
-    min=0,
-    panel="Memory",
-)
+
+def names_of(text: str) -> tuple[str, ...]:
+    """Return the names that commas separate."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def numbers_of(option: str, text: str) -> tuple[int, ...]:
+    """Return the whole numbers that commas separate.
+
+    Raises:
+        ValueError: one is none; the message names the option.
+    """
+    try:
+        return tuple(int(part.replace("_", "")) for part in names_of(text))
+    except ValueError as error:
+        raise ValueError(f"--{option} {text!r}: give whole numbers, such as 128,256") from error
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,12 @@ class BenchOptions:
     """The options of `kvcap bench`, of which each benchmark reads those that its file names."""
 
     heading: ClassVar = "Measure"
+    READ: ClassVar[dict[str, Any]] = {  # how options are read, where they are no single value
+        "lengths": partial(numbers_of, "lengths"),
+        "budgets": partial(numbers_of, "budgets"),
+        "threads": partial(numbers_of, "threads"),
+        "policies": names_of,
+    }
 
     lengths: str | None = option(
         None,
@@ -132,12 +140,11 @@ class BenchOptions:
         Raises:
             ValueError: an option cannot be read; the message names it.
         """
-        values = {
-            name: READ[name](value) if name in READ else value
+        return {
+            name: self.READ[name](value) if name in self.READ else value
             for name, value in vars(self).items()
             if value is not None and name not in ("output", "rows")
         }
-        return {"peer_pythons" if name == "peer_python" else name: x for name, x in values.items()}
 
     def run(self, name: str) -> None:
         """Run a benchmark, and print what it found.
@@ -186,51 +193,6 @@ def progress_bar(*columns: str, off: bool = False) -> Iterator[Progress]:
         yield progress
 
 
-def policy_options(texts: list[str] | None, sink_tokens: int | None) -> dict[str, Any]:
-    """Return options for the policies that have them, from KEY=VALUE and --sink-tokens."""
-    pins = {} if sink_tokens is None else {"sink_tokens": sink_tokens}
-    return pins | options.pairs(texts or [])
-
-
-def names_of(text: str) -> tuple[str, ...]:
-    """Return the names that commas separate."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _peer(text: str) -> tuple[str, str]:
-    name, _, path = text.partition("=")
-    if not path:
-        raise ValueError(f"--peer-python {text!r}: give a peer and a Python, llama.cpp=PATH")
-    return name, path
-
-
-def numbers_of(option: str, text: str) -> tuple[int, ...]:
-    """Return the whole numbers that commas separate.
-
-    Raises:
-        ValueError: one is none; the message names the option.
-    """
-    try:
-        return tuple(int(part.replace("_", "")) for part in names_of(text))
-    except ValueError as error:
-        raise ValueError(f"--{option} {text!r}: give whole numbers, such as 128,256") from error
-
-
-def shares_of(option: str, text: str) -> tuple[float, ...]:
-    """Return the numbers that commas separate; raise as `numbers_of` does."""
-    try:
-        return tuple(float(part) for part in names_of(text))
-    except ValueError as error:
-        raise ValueError(f"--{option} {text!r}: give numbers, such as 0,0.5,1") from error
-
-
 def note(text: str) -> None:
     """Write a line to stderr."""
     print(f"kvcap: {text}", file=sys.stderr, flush=True)
-
-
-READ: dict[str, Any] = {  # how a benchmark's options are read, where they are no single value
-    **{x: partial(numbers_of, x) for x in ("lengths", "budgets", "starts", "depths", "threads")},
-    **dict.fromkeys(("policies", "weights", "vs"), names_of),
-    "peer_python": lambda texts: dict(map(_peer, texts)),
-}

@@ -4,34 +4,66 @@ from __future__ import annotations
 
 import json as jsonlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kvcap.evals.arguments import (
-    BLOCK_SIZE,
     DEVICE,
     DTYPE,
     JSON,
     MODEL,
-    POLICY_OPTION,
     SEED,
-    SINK_TOKENS,
     THREADS,
     USED,
     BenchOptions,
     names_of,
     note,
     numbers_of,
-    policy_options,
     progress_bar,
-    shares_of,
 )
 from kvcap.runtime.cli.declare import argument, option
-from kvcap.runtime.cli.options import Backend, checked_folder
+from kvcap.runtime.cli.options import Backend, checked_folder, pairs
 
 if TYPE_CHECKING:
     from kvcap.lab.quality.cells import Cell
     from kvcap.lab.quality.sweep import Sweep
+
+
+BLOCK_SIZE: Any = option(128, "Read N tokens at once.", min=1, panel="Memory")
+POLICY_OPTION: Any = option(
+    None,
+    "Set an option of every policy that has it; repeatable.",
+    metavar="KEY=VALUE",
+    panel="Measure",
+)
+SINK_TOKENS: Any = option(
+    None,
+    "Never evict the first N tokens, whatever the policy (by default those that its paper pins).",
+    min=0,
+    panel="Memory",
+)
+
+
+def policy_options(texts: list[str] | None, sink_tokens: int | None) -> dict[str, Any]:
+    """Return options for the policies that have them, from KEY=VALUE and --sink-tokens."""
+    pins = {} if sink_tokens is None else {"sink_tokens": sink_tokens}
+    return pins | pairs(texts or [])
+
+
+def shares_of(option: str, text: str) -> tuple[float, ...]:
+    """Return the numbers that commas separate; raise as `numbers_of` does."""
+    try:
+        return tuple(float(part) for part in names_of(text))
+    except ValueError as error:
+        raise ValueError(f"--{option} {text!r}: give numbers, such as 0,0.5,1") from error
+
+
+def _peer(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    if not path:
+        raise ValueError(f"--peer-python {text!r}: give a peer and a Python, llama.cpp=PATH")
+    return name, path
 
 
 def analyze_command(
@@ -466,6 +498,13 @@ def _compare(folders: list[Path], compare: str, json: bool) -> None:
 class LabBenchOptions(BenchOptions):
     """The options of `kvcap bench` in the repository, which has more benchmarks."""
 
+    READ: ClassVar[dict[str, Any]] = {
+        **BenchOptions.READ,
+        **{x: partial(numbers_of, x) for x in ("starts", "depths")},
+        **dict.fromkeys(("weights", "vs"), names_of),
+        "peer_python": lambda texts: dict(map(_peer, texts)),
+    }
+
     depths: str | None = option(
         None,
         "Read so many tokens before decoding; numbers separated by commas, for cpu (0 by default).",
@@ -543,6 +582,11 @@ class LabBenchOptions(BenchOptions):
     kills: int | None = option(
         None, "Kill the server N times; for serve (100 by default).", min=1, panel="Measure"
     )
+
+    def given(self) -> dict[str, Any]:
+        """Return what was given, as `BenchmarkOptions` has it."""
+        given = super().given()
+        return {"peer_pythons" if name == "peer_python" else name: x for name, x in given.items()}
 
 
 def bench_command(
