@@ -265,24 +265,3 @@ def multiprocessors(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequ
     case = given and given.params.get("case")
     count = case.processors if case else 4
     monkeypatch.setattr(decode, "multiprocessors", lambda device: count)
-
-
-def assert_as_near(
-    out: torch.Tensor, truth: torch.Tensor, eager: torch.Tensor, slack: float = 1e-5
-) -> None:
-    """Assert that a kernel's result is at most twice as wrong as eager low precision.
-
-    Args:
-        out: the kernel's result.
-        truth: the plain formula's result in float64.
-        eager: the plain formula's result in the type of `out`.
-        slack: how much more wrong it may be in float32, where eager is often exact.
-    """
-    assert (out.shape, out.dtype) == (truth.shape, eager.dtype)
-    floor = torch.finfo(out.dtype).eps * truth.abs().max() / 4 + slack * (
-        out.dtype == torch.float32
-    )
-    # The interpreter truncates to bfloat16 and does not round, with twice the error.
-    factor = 4 if DEVICE == "cpu" and out.dtype == torch.bfloat16 else 2
-    allowed = factor * (eager.double() - truth).abs().max() + floor
-    assert (out.double() - truth).abs().max() <= allowed  # NaN never passes

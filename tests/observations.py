@@ -93,6 +93,12 @@ def grouped(scores: Tensor, group: str) -> Tensor:
     return {"mean": scores.mean(2), "sum": scores.sum(2), "max": scores.amax(2)}[group]
 
 
+def in_time_order(obs: Observation) -> Observation:
+    """Give slots the positions 0 to n - 1, which all heads share."""
+    positions = torch.arange(obs.positions.shape[-1], dtype=torch.int32)
+    return replace(obs, positions=positions.expand_as(obs.positions).contiguous())
+
+
 def same(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=1e-5)
 

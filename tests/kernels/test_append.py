@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from interpreted import DEVICE, pytestmark  # noqa: F401
+from twins import DTYPES
 
 from kvcap.kernels import append
 from kvcap.policies.base import Rows
@@ -13,7 +14,7 @@ from kvcap.runtime.cache.pool import Segment, SlotPool
 SIDE = {"shift": torch.int32, "a": torch.float32, "b": torch.bool, "c": torch.float16}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("held", "length", "size", "side"),
     [

@@ -7,16 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from interpreted import DEVICE, pytestmark  # noqa: F401
+from twins import ints, randn
 
 from kvcap import kernels
 from kvcap.kernels import critical
 from kvcap.kernels.arguments import Pins
 from kvcap.policies.base import Observation, Rows
 from kvcap.policies.rescorers.criticalkv import CriticalKV
-
-
-def random(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 @pytest.mark.parametrize("programs", [4, 0])  # 0: one reads all columns
@@ -29,8 +26,8 @@ def test_norms_of_projected_values(
     batch, heads, group, length, size, hidden, dtype, programs, monkeypatch
 ):
     monkeypatch.setattr(critical, "PROGRAMS", programs)
-    slots = random(batch, heads, length + 3, size, dtype=dtype)
-    projection = random(hidden, heads * group * size, seed=1, dtype=dtype) / size
+    slots = randn(batch, heads, length + 3, size, dtype=dtype)
+    projection = randn(hidden, heads * group * size, seed=1, dtype=dtype) / size
     weights = projection.T.unflatten(0, (heads, group, size))
     values = slots[:, :, 3:]
     assert critical.covers_norms(values, weights)
@@ -46,7 +43,7 @@ def test_norms_of_projected_values(
         5,
         new=length,
         output_projection=weights,
-        state={"output_norm": random(batch, heads, length + 3)},
+        state={"output_norm": randn(batch, heads, length + 3)},
     )
     with kernels.use("triton"):
         state = kernels.update(CriticalKV(), obs)["output_norm"]
@@ -58,19 +55,19 @@ def observed(batch, heads, slots, seed=0, budget=20, spans=()):
     g = torch.Generator().manual_seed(seed)
     places = [torch.randperm(2 * slots, generator=g)[:slots] for _ in range(batch * heads)]
     positions = torch.stack(places).view(batch, heads, slots).int().to(DEVICE)
-    keys = random(batch, heads, slots, 4, seed=seed)
-    norm = random(batch, heads, slots, seed=seed + 1).abs()
+    keys = randn(batch, heads, slots, 4, seed=seed)
+    norm = randn(batch, heads, slots, seed=seed + 1).abs()
     obs = Observation(
         keys,
         keys,
         positions,
         2 * slots,
         budget,
-        queries=random(batch, heads, 3, 4),
+        queries=randn(batch, heads, 3, 4),
         state={"output_norm": norm},
         pinned_spans=spans,
     )
-    scores = (random(batch, heads, slots, seed=seed + 2) * 3).round() / 3  # many are equal
+    scores = (randn(batch, heads, slots, seed=seed + 2) * 3).round() / 3  # many are equal
     return obs, scores
 
 
@@ -89,7 +86,6 @@ def test_rescored_as_by_its_own_code(batch, heads, slots, budget, pins, spans, a
     rescorer = CriticalKV(alpha=alpha)
     expected = rescorer.rescore(scores, pinned, obs)
     count = batch * heads  # rows of a pool, the last one first
-    ints = lambda numbers: torch.tensor(numbers, dtype=torch.int32, device=DEVICE)  # noqa: E731
     starts = ints([slots * (count - 1 - i) for i in range(count)])
     norm = obs.state["output_norm"].flatten(0, 1).flip(0).flatten()
     rows = Rows(starts, ints([slots] * count), slots)

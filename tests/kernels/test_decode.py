@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from interpreted import DEVICE, assert_as_near, multiprocessors, pytestmark, unwritten  # noqa: F401
+from interpreted import DEVICE, multiprocessors, pytestmark, unwritten  # noqa: F401
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from twins import DTYPES, assert_as_near
 
 from kvcap.kernels import decode
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 pytestmark = [pytestmark, pytest.mark.usefixtures("unwritten", "multiprocessors")]
 
 

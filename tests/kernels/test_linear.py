@@ -7,71 +7,52 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted import DEVICE, pytestmark  # noqa: F401
+from interpreted import pytestmark, unwritten  # noqa: F401
 from torch.nn.functional import linear, rms_norm, silu
+from twins import DTYPES, randn, twin_equals_eager
 
 from kvcap.kernels.linear import covers, matvec
 
+pytestmark = [pytestmark, pytest.mark.usefixtures("unwritten")]
+
 
 @pytest.mark.slow(keep=8)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (7, 33), (64, 512), (130, 1030), (12, 4096)])
 @pytest.mark.parametrize("biased", [True, False])
-def test_no_further_from_the_truth_than_the_library(rows, columns, dtype, biased, monkeypatch):
-    weight = torch.randn(rows, columns + 5, device=DEVICE).to(dtype)[:, :columns]
-    x = torch.randn(1, 1, columns, device=DEVICE).to(dtype)
-    bias = torch.randn(rows, device=DEVICE).to(dtype) if biased else None
-    exact = linear(x.double(), weight.double(), None if bias is None else bias.double())
-    eager = (linear(x, weight, bias).double() - exact).abs().max()
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: torch.full(a, float("nan"), **k))
+def test_no_further_from_the_truth_than_the_library(rows, columns, dtype, biased):
+    weight = randn(rows, columns + 5, dtype=dtype)[:, :columns]
+    x, bias = randn(1, 1, columns, dtype=dtype), randn(rows, dtype=dtype) if biased else None
     assert covers(x, weight)
-    found = matvec(x, weight, bias)
-    assert found.shape == (1, 1, rows)
-    # triton's interpreter cuts bfloat16 off rather than rounding: one unit more.
-    unit = torch.finfo(dtype).eps * exact.abs().max()
-    assert (found.double() - exact).abs().max() <= 2 * eager + unit
-    assert torch.equal(found, matvec(x, weight, bias))
+    twin_equals_eager(matvec, linear, x, weight, bias)
 
 
 @pytest.mark.slow(keep=10)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "columns"), [(2, 1), (14, 33), (64, 1024), (36, 4096), (70, 1030)]
 )
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
-def test_what_lies_before_and_behind_comes_along(rows, columns, dtype, gated, biased, monkeypatch):
+def test_what_lies_before_and_behind_comes_along(rows, columns, dtype, gated, biased):
     def formula(x, weight, bias, gain, plus):
         y = linear(rms_norm(x, (columns,), gain, 1e-5), weight, bias)
         y = silu(y[..., : rows // 2]) * y[..., rows // 2 :] if gated else y
         return y + plus
 
-    inputs = [
-        torch.randn(shape, device=DEVICE).to(dtype)
-        for shape in ((1, 1, columns), (rows, columns), (rows,), (columns,), (1, 1, rows))
-    ]
-    x, weight, bias, gain, plus = inputs
-    plus = plus[..., : rows // 2] if gated else plus
-    bias = bias if biased else torch.zeros_like(bias)
-    inputs = [x, weight, bias, gain, plus]
-    exact = formula(*[t.double() for t in inputs])
-    eager = (formula(*inputs).double() - exact).abs().max()
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: torch.full(a, float("nan"), **k))
-    further = {"gain": gain, "epsilon": 1e-5, "gated": gated, "plus": plus}
-    found = matvec(x, weight, bias if biased else None, **further)
-    assert found.shape == plus.shape
+    def kernel(x, weight, bias, gain, plus, gated=gated):
+        return matvec(x, weight, bias, gain, 1e-5, gated, plus)
+
+    shapes = (1, 1, columns), (rows, columns), (rows,), (columns,), (1, 1, rows)
+    x, weight, bias, gain, plus = (randn(*shape, dtype=dtype) for shape in shapes)
+    inputs = x, weight, bias if biased else None, gain, plus[..., : rows // 2] if gated else plus
     # A GPU's reciprocal roots and exponentials are right to two units.
-    unit = torch.finfo(dtype).eps * exact.abs().max()
-    assert (found.double() - exact).abs().max() <= 2 * eager + 4 * unit
-    for left_out in further if columns > 1 else ():  # each matters
-        rest = {k: v for k, v in further.items() if k != left_out}
-        rest |= {"gain": None} if left_out == "epsilon" else {}
-        other = matvec(x, weight, bias if biased else None, **rest)
-        assert (
-            other.shape != found.shape
-            or not torch.allclose(other, found)
-            or (left_out == "gated" and not gated)
-        )
+    found = twin_equals_eager(kernel, formula, *inputs, units=4)
+    *some, gain, plus = inputs
+    left_out = [(None, plus, gated), (gain, None, gated), *[(gain, plus, False)] * gated]
+    for other in left_out if columns > 1 else ():  # each matters
+        without = kernel(*some, *other)
+        assert without.shape != found.shape or not torch.allclose(without, found)
 
 
 def test_what_is_not_covered():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from interpreted import DEVICE, pytestmark  # noqa: F401
 from torch import Tensor
+from twins import DTYPES
 
 from kvcap import kernels
 from kvcap.kernels import ring as kernel
@@ -60,7 +61,7 @@ def whole_layer(B: int, K: int, D: int, dtype: torch.dtype) -> Segment:
 
 
 @pytest.mark.slow(keep=5)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("w", "B", "K", "G", "D", "lengths"),
     [

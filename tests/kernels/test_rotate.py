@@ -7,6 +7,7 @@ import torch
 from conftest import SIZES, small_policy
 from interpreted import DEVICE, pytestmark  # noqa: F401
 from transformers import AutoModelForCausalLM, GlmConfig, LlamaConfig
+from twins import DTYPES
 
 import kvcap
 from kvcap import kernels
@@ -19,7 +20,7 @@ SPAN = 300
 
 
 @pytest.mark.slow(keep=12)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size", "rotated"), [(64, 64), (80, 32), (96, 96), (128, 128), (24, 12)])
 @pytest.mark.parametrize("slots", [1, 31, 137])
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -50,7 +51,7 @@ def by_formula(x, rows, interleaved):
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_table_is_as_exact_as_keys_of_the_type_need_it(dtype):
     frequencies = 10000.0 ** -(torch.arange(0, 64, 2) / 64)
     x = torch.randn(1, 2, SPAN, 64, device=DEVICE).to(dtype)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import small_policy, tiny_model
 from interpreted import DEVICE, pytestmark  # noqa: F401
+from twins import ints, randn
 
 import kvcap
 from kvcap import kernels
@@ -21,14 +22,6 @@ from kvcap.runtime.cache.pool import Segment, SlotPool
 from kvcap.runtime.models.rope import Rotation, rotate
 
 SEEN, FREE = 4000, 6
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-
-
-def ints(numbers):
-    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
 
 
 class Layer:
@@ -58,18 +51,18 @@ class Layer:
             segment = Segment(self.pool, self.starts[k], slots - FREE, FREE)
             g = torch.Generator().manual_seed(seed + k)
             segment.append(
-                random(1, 1, n, size, seed=seed + k),
-                random(1, 1, n, size, seed=k),
+                randn(1, 1, n, size, seed=seed + k),
+                randn(1, 1, n, size, seed=k),
                 torch.randperm(SEEN, generator=g)[:n].int().to(DEVICE),
             )
-            segment.aux("mass").copy_(random(1, 1, n, seed=k + 9))
+            segment.aux("mass").copy_(randn(1, 1, n, seed=k + 9))
             for name in map(str, more):
-                segment.aux(name).copy_(random(1, 1, n, seed=k + 9).round())
+                segment.aux(name).copy_(randn(1, 1, n, seed=k + 9).round())
             segment.aux("shift").copy_(segment.positions % 5)
             self.segments.append(segment)
         self.longest = max(room) + 3
         self.rows = Rows(ints(self.starts), ints(lengths), self.longest)
-        self.scores = random(1, len(lengths), self.longest, seed=seed + 50)
+        self.scores = randn(1, len(lengths), self.longest, seed=seed + 50)
         if ties:
             self.scores = self.scores.round()
         self.newer = ints([[[k, 3] for k in range(len(lengths))]])
@@ -114,7 +107,7 @@ class Layer:
         `starts` is where rows are moved to, if they are.
         """
         expected = [self.expected(k) for k in range(len(self.lengths))]
-        left = torch.full((len(expected),), -1, dtype=torch.int32, device=DEVICE)
+        left = ints([-1] * len(expected))
         more = [] if starts is None else [ints(starts)]
         evict(self.scores, Pins(0, 0, seen, self.spans), self.moved(), left, self.newer, *more)
         for k, (tensors, count) in enumerate(expected):
@@ -234,7 +227,7 @@ def test_all_that_may_pin_a_slot_and_all_that_moves_with_it(size, dtype, more, c
 @pytest.mark.parametrize("count", [1, 5])
 def test_scores_can_be_a_view(count):
     """One row for all heads, or every other number of a row."""
-    for scores in (random(1, 1, 50).expand(-1, 3, -1), random(1, 3, 100)[..., ::2]):
+    for scores in (randn(1, 1, 50).expand(-1, 3, -1), randn(1, 3, 100)[..., ::2]):
         layer = Layer([50] * 3, [50 - count] * 3)
         layer.scores = scores
         layer.check(rows.evict_one if count == 1 else rows.evict)
@@ -261,8 +254,8 @@ def test_all_that_a_slot_holds_moves_with_it_at_once_or_by_columns(kind, size, m
     monkeypatch.setattr(rows, "MOST_COPIED", most)
     source = torch.arange(70)
     source[:50] = torch.randperm(50, generator=torch.Generator().manual_seed(0))
-    wide = [random(70, size).to(kind) for _ in range(2)]
-    narrow = [random(70), *((100 * random(70)).to(x) for x in (torch.int32, torch.int8))]
+    wide = [randn(70, size).to(kind) for _ in range(2)]
+    narrow = [randn(70), *((100 * randn(70)).to(x) for x in (torch.int32, torch.int8))]
     before = [x.clone() for x in (*wide, *narrow)]
     rows._gather([*wide, *narrow], source.int().to(DEVICE))
     for x, was in zip((*wide, *narrow), before, strict=True):
@@ -307,7 +300,7 @@ def test_numbers_of_slots_are_copied_and_put_back():
 @pytest.mark.parametrize("kind", ["attention", "joint", "dropkv", "cake", "keydiff"])
 def test_rows_score_as_each_alone(kind):
     layer = Layer([40, 7, 290], [40, 7, 290])
-    queries = random(1, 6, 3, 8)
+    queries = randn(1, 6, 3, 8)
     whole = [x[None, None].expand(1, 3, -1, -1) for x in (layer.pool.keys, layer.pool.values)]
     places = rows.padded_positions(layer.pool.positions, layer.rows, 1)
     obs = Observation(*whole, places, SEEN, 9, queries=queries, rows=layer.rows)

@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from interpreted import DEVICE, assert_as_near, multiprocessors, pytestmark, unwritten  # noqa: F401
+from interpreted import DEVICE, multiprocessors, pytestmark, unwritten  # noqa: F401
 from torch import Tensor
+from twins import DTYPES, assert_as_near
 
 from kvcap.kernels import decode, token
 from kvcap.policies.base import Rows
 from kvcap.runtime.cache.pool import Segment, SlotPool
 from kvcap.runtime.models.rope import Rotation, rotate, table_dtype
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 pytestmark = [pytestmark, pytest.mark.usefixtures("unwritten", "multiprocessors")]
 SPAN, SPARE, TIME = 300, 3, 4711
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from observations import newer_than_some_queries, observe, same
+from observations import in_time_order, newer_than_some_queries, observe, same
 from torch import Tensor
 
 from kvcap.policies import Observation, load_policy
@@ -110,8 +110,9 @@ def test_cur(obs, mode, window):
 
 def in_order(n: int, *, kv_heads: int = 2, group: int = 2, size: int = 8) -> Observation:
     """One block of `n` tokens read at once, in order, as kvpress compresses a prompt."""
-    obs = observe(n, kv_heads=kv_heads, group=group, size=size, window=n, gaps=False, seed=n)
-    return replace(obs, positions=torch.arange(n).expand(2, kv_heads, n).int())
+    return in_time_order(
+        observe(n, kv_heads=kv_heads, group=group, size=size, window=n, gaps=False, seed=n)
+    )
 
 
 def stay(name: str, obs: Observation, budget: int, **options: object) -> list[set[int]]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from observations import newer_than_some_queries, observe, same
+from observations import in_time_order, newer_than_some_queries, observe, same
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
@@ -265,8 +265,7 @@ def best_of(scores: Tensor, budget: int) -> list[list[int]]:
 @pytest.mark.parametrize(("tokens", "budget"), [(60, 30), (101, 40), (128, 60), (20, 12)])
 def test_lagkv_keeps_what_published_code_keeps(tokens, budget, seed):
     """The last tokens are too few for two partitions: the newest stay."""
-    obs = observe(tokens, batch=1, kv_heads=3, gaps=False, budget=budget, seed=seed)
-    obs = ordered(obs)
+    obs = in_time_order(observe(tokens, batch=1, kv_heads=3, gaps=False, budget=budget, seed=seed))
     sinks, lag = 4, 9
     scores = lagkv_published(obs.keys[0], obs.values[0], sinks, lag)
     cut = scores.sort(descending=True).values[:, budget - 1 : budget + 1]
@@ -286,19 +285,13 @@ def test_lagkv_keeps_what_published_code_keeps(tokens, budget, seed):
         assert times == sorted([*newest, *(int(j) for j in above.nonzero())])
 
 
-def ordered(obs: Observation) -> Observation:
-    """Score slots in time order, which all heads share."""
-    positions = torch.arange(obs.positions.shape[-1], dtype=torch.int32)
-    return replace(obs, positions=positions.expand_as(obs.positions).contiguous())
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("epsilon", [0.0, 0.02])
 def test_expected_attention_keeps_what_published_code_keeps(seed, epsilon):
     """Take the hidden states of a window; its own tokens stay besides, and sinks in both."""
     g = torch.Generator().manual_seed(seed)
     tokens, window, sinks, budget = 53, 11, 4, 30
-    obs = ordered(observe(tokens, batch=1, kv_heads=3, gaps=False, budget=budget, seed=seed))
+    obs = in_time_order(observe(tokens, batch=1, kv_heads=3, gaps=False, budget=budget, seed=seed))
     hidden = torch.randn(window, 20, generator=g) + torch.randn(20, generator=g)
     projection = torch.randn(6, 8, 20, generator=g) / 4
     obs.queries = (hidden @ projection.mT)[None]  # [1, H, w, D]
@@ -315,7 +308,7 @@ def test_rkv_keeps_what_published_code_keeps(seed, mix):
     """Use keys that each resemble another: else published code spares the first slot."""
     tokens, window, budget = 57, 8, 30
     obs = observe(tokens, batch=1, kv_heads=3, size=16, window=window, gaps=False, seed=seed)
-    obs = replace(ordered(obs), budget=budget)
+    obs = replace(in_time_order(obs), budget=budget)
     g = torch.Generator().manual_seed(seed)
     centres = torch.randn(3, 9, 16, generator=g)[:, torch.randperm(tokens, generator=g) % 9]
     obs.keys = (centres + 0.4 * obs.keys[0])[None]
@@ -396,7 +389,7 @@ def test_the_cap_wins_over_the_newest_tokens(budget):
 
 @pytest.mark.parametrize(("budget", "seed"), [(8, 0), (9, 1), (14, 2)])
 def test_lagkv_keeps_the_newest_tokens_of_few_slots(budget, seed):
-    obs = ordered(observe(40, batch=1, kv_heads=3, budget=budget, seed=seed))
+    obs = in_time_order(observe(40, batch=1, kv_heads=3, budget=budget, seed=seed))
     newest = [head[-8:] for head in obs.positions[0].sort().values.tolist()]
     kept = kept_once(load_policy("lagkv", lag=8), obs)
     assert all({*new} <= {*times} for new, times in zip(newest, kept, strict=True))

@@ -184,6 +184,8 @@ class Life(RuleBasedStateMachine):
         if forgotten:
             assert self.other.cache.seen == 0
             return
+        if turn.finish_reason == "length":
+            assert self.other._unread == self.other._written.tokens[-1:]
         if stopped and not whole:
             assert self.other.cache.seen == seen * (not anew) + turn.read_tokens
             told = f"stopped after {turn.read_tokens:,} of {turn.prompt_tokens:,} tokens"
