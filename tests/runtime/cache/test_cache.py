@@ -254,18 +254,17 @@ def test_a_second_generate_under_evict_every(tokens):
 
 
 @pytest.mark.parametrize("policy", EVICTING)
-def test_pins_are_checked_before_anything_is_allocated(policy):
-    eviction = small_policy(policy, MODEL.config)
-    cache = kvcap.BudgetCache(MODEL.config, 24, 8, eviction)
-    told = []
-    for allocated in (False, True):
-        if allocated:
-            cache.allocate(1, torch.float32, "cpu")
-        with pytest.raises(PinsTooLarge) as error:
-            cache.pin([(0, 40)])
-        told.append(str(error.value))
-        assert cache.pinned_spans == []
-    assert told[0] == told[1]
+def test_too_many_pins_are_refused_before_anything_is_allocated_or_read(policy, tokens):
+    cache, told = kvcap.BudgetCache(MODEL.config, 24, 8, small_policy(policy, MODEL.config)), set()
+    for seen in (0, 60):
+        if seen:
+            BlockLoop(MODEL, cache).prefill(tokens(seen))
+        with pytest.raises(PinsTooLarge, match=r"needs \d+ slots in every head") as error:
+            cache.pin([(60, 100)])
+        told.add(str(error.value))
+        assert (cache.seen, cache.pinned_spans) == (seen, [])
+    assert len(told) == 1 or cache.balance is not None  # by which layers have other sizes then
+    BlockLoop(MODEL, cache).prefill(tokens(60))
     kvcap.BudgetCache(MODEL.config, 24, 8).pin([(0, 20)])
 
 
