@@ -97,33 +97,6 @@ def test_a_message_stopped_while_all_is_read_anew_for_it_is_taken_back(runtime):
         runtime.tokenizer = plain
 
 
-EMPTIED: list[Callable[[Any], Any]] = [
-    lambda session: session.clear(),
-    lambda session: session.undo(),
-    lambda session: session.cache.reset(),
-]
-
-
-@pytest.mark.parametrize("empty", EMPTIED)
-def test_a_token_that_was_not_read_goes_with_its_cache(runtime, empty):
-    """Read up to where an answer was cut short, another prompt must not go on with its token."""
-    session = session_of(runtime)
-    # The last token of an answer at its limit is not read; here after two whole blocks.
-    hi = render(session.runtime.tokenizer, [{"role": "user", "content": "Hi."}])
-    session.set_generation(max_new_tokens=2 * BLOCK + 1 - len(session.encode(hi)))
-    list(session.send("Hi."))
-    assert session.cache.seen == 2 * BLOCK
-    assert len(session._unread) == 1
-    empty(session)
-    assert session._unread == []
-    session.messages = []
-    stopping(session, 2)
-    interrupted(lambda: session.send(LONG))
-    assert session.cache.seen == 2 * BLOCK
-    assert session._unread == []
-    assert session.conversation["unread"] == []
-
-
 @pytest.mark.parametrize(("unread", "since", "left"), [([7], 0, [7]), ([7], 5, []), ([], 3, [])])
 def test_saved_tokens_that_were_not_read(session, unread, since, left):
     """Of files from before, in which a cleared conversation's token could still be."""

@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as lived
+from tools import runtime_of as around
 from tools import tiny_decoder
 from toy_engine import ToyEngine
 from transformers import AutoTokenizer
@@ -33,7 +34,6 @@ from kvcap import pocket
 from kvcap.policies import policies
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
 from kvcap.runtime.cache.query_window import QueryWindow
-from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import (
     EmptyPrompt,
     KvcapError,
@@ -41,12 +41,11 @@ from kvcap.runtime.errors import (
     PinsTooLarge,
     SessionFileError,
 )
-from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.session.messages import render, system_message
 from kvcap.runtime.session.session import Session
 
 LONG = "Hello there, how are you today? I am well, and it is a fine day by the sea. " * 2
-TEXTS: dict[str, str] = {"long": LONG, "short": "Hi.", "empty": " \n"}
+TEXTS = {"long": LONG, "short": "Hi.", "empty": " \n"}
 BLOCK, BUDGET, ROOMY = 16, 32, 400
 WAYS: list[tuple[Any, ...]] = [
     ("compact", None, 1), ("true", None, 1), ("auto", None, 8), ("compact", "int8", 1),
@@ -193,6 +192,7 @@ class Life(RuleBasedStateMachine):
         elif not error:
             assert notice is None
             assert turn.evicted_tokens == self.other.stats.evicted_tokens - evicted
+            assert self.other.on_full == "evict" or turn.evicted_tokens == 0
         if seen and not anew and turn.read_tokens:
             assert self.other.read_ids[: seen + len(unread)] == read + unread
         elif whole and new:
@@ -408,6 +408,7 @@ def sound(session: Session, runtime: Any) -> None:
     roles = [message["role"] for message in session.messages]
     assert roles == ["user", "assistant"] * (len(roles) // 2)
     assert getattr(cache, "consistent", True)
+    assert cache.seen or cache.unread is None
     assert stats.bytes <= stats.peak_bytes == cache.nbytes <= stats.cap_bytes == runtime.cap_bytes
     assert stats.held_tokens <= runtime.plan.budget_tokens
     assert stats.held_tokens + stats.waiting_tokens + stats.evicted_tokens == stats.seen_tokens
@@ -448,9 +449,9 @@ def runtime_of(
     if eviction.corrector is not None:
         kv_dtype = None  # it keeps evicted tokens beside the slots, which are not quantised then
     budget = 72 if policy == "full" else budget
-    settings = CacheSettings(budget, BLOCK, eviction, positions, every, kv_dtype)
-    plan = MemoryPlan.of(model.config, settings, dtype=model.dtype)
-    return kvcap.Runtime(model, tokenizer, plan, settings, name="tiny")
+    found = around(model, eviction, budget, BLOCK, positions, every, kv_dtype=kv_dtype)
+    found.tokenizer = tokenizer
+    return found
 
 
 each_policy = pytest.mark.parametrize(

@@ -167,24 +167,12 @@ def test_a_full_cache_can_end_the_answer(policy, directory):
     with pytest.raises(kvcap.KvcapError, match=r"never evicts|may be evicted"):
         list(full.send("And now?"))
     assert len(full.messages) == 2
+    with pytest.raises(ValueError, match="evict, stop, error"):
+        full.on_full = "grow"
     full.on_full = "evict"
     if policy != "full":
         "".join(full.send("And now?"))
         assert full.stats.evicted_tokens > 0
-
-
-def test_a_full_cache_can_be_an_error(directory):
-    session = make(directory, budget=48)
-    session.on_full = "error"
-    session.set_generation(max_new_tokens=100)
-    said = []
-    with pytest.raises(kvcap.KvcapError, match=r"on-full is .error.*48 of 48 slots"):
-        said.extend(session.send("Hi!"))
-    assert session.messages[-1] == {"role": "assistant", "content": "".join(said)}
-    assert session.stats.evicted_tokens == 0
-    assert session.cache.consistent
-    with pytest.raises(ValueError, match="evict, stop, error"):
-        session.on_full = "grow"
 
 
 def test_sampling_is_reproducible_and_greedy_is_the_maximum(directory):
