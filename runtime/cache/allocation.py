@@ -129,10 +129,10 @@ class Allocation:
         self, place: str, named: Callable[[], Mapping[str, Tensor]], like: Tensor
     ) -> None:
         """Register new buffers, which must have the shapes and types that the layout lists."""
-        asked = like.shape[0], like.dtype
-        if asked not in self._specs:
-            self._specs[asked] = self.layout.buffers(*asked)
-        specs = self._specs[asked]
+        kind = like.shape[0], like.dtype
+        if kind not in self._specs:
+            self._specs[kind] = self.layout.buffers(*kind)
+        specs = self._specs[kind]
         for name, buffer in named().items():
             made, planned = (tuple(buffer.shape), buffer.dtype), specs[f"{place}.{name}"][1:]
             assert made == planned, f"{place}.{name} is {made}, and the layout has {planned}"
@@ -165,13 +165,13 @@ class Allocation:
         self._register(f"pool.{number}", pool.named, like)
         if layers[0] == 0:
             self.by_rows = covers(layout, self._evict_every, pool)
-        found, start = [], 0
+        by_layer, start = [], 0
         for index in layers:
             kept = layout.allotments[index]
             rows = [(0, 0, batch, heads, kept[0])]  # sequence, head, how many of both, budget
             if layout.ragged:
                 rows = [(b, k, 1, 1, slots) for b in range(batch) for k, slots in enumerate(kept)]
-            found.append(list[Segment]())
+            by_layer.append(list[Segment]())
             for row, head, b, k, budget in rows:
                 segment = Segment(
                     pool,
@@ -184,9 +184,9 @@ class Allocation:
                     head=head,
                     layer_heads=heads,
                 )
-                found[-1].append(segment)
+                by_layer[-1].append(segment)
                 start += segment.slots
-        return found
+        return by_layer
 
     def _in_file(self, place: str, like: Tensor) -> Callable[..., Tensor]:
         """Return a function that makes buffers of evicted tokens, as `torch.zeros` does.

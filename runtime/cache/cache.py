@@ -31,7 +31,6 @@ from kvcap.runtime.cache.regions import Regions
 from kvcap.runtime.cache.row_table import NoTable, RowPass, RowTable
 from kvcap.runtime.cache.settings import IN_BYTES, CacheSettings, SettingNames
 from kvcap.runtime.cache.slot_format import SlotFormat
-from kvcap.runtime.cache.slots import RowSlots
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.errors import (
     BlockTooLarge,
@@ -211,10 +210,10 @@ class BudgetCache(Cache):  # type: ignore[misc]
             self._begin()
         if isinstance(layer, BudgetLayer):
             return layer.update(key_states, value_states, self.context)
-        found: tuple[Tensor, Tensor] = super().update(
+        block: tuple[Tensor, Tensor] = super().update(
             key_states, value_states, layer_idx, *args, **kwargs
         )
-        return found
+        return block
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the state of a recurrent layer's convolution; None before the first token.
@@ -242,52 +241,53 @@ class BudgetCache(Cache):  # type: ignore[misc]
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return a layer's recurrent state; None before the first token."""
         layer = self.state_layers[layer_idx]
-        found: Tensor | None = layer.recurrent_states[state_idx]
-        return found if layer.has_previous_state[state_idx] else None
+        state: Tensor | None = layer.recurrent_states[state_idx]
+        return state if layer.has_previous_state[state_idx] else None
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         """Write a layer's new recurrent state."""
         layer = self.state_layers[layer_idx]
-        found: Tensor = layer.update_recurrent_state(recurrent_states, state_idx, **kwargs)
-        return found
+        state: Tensor = layer.update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        return state
 
     def _begin(self) -> None:
         """Begin a pass whose mask was checked before; its layers check nothing more."""
-        if self._mask.length is None:
-            raise PaddingUnsupported(READY_MADE)
         tokens = self._mask.length
-        if self.context.start is not None:  # the block loop has checked what transformers has not
-            self._reading, self._mask.length = tokens, None
-            self._admit(self.context.tokens or tokens)
-            return
+        if tokens is None:
+            raise PaddingUnsupported(READY_MADE)
+        self._reading, self._mask.length = tokens, None
+        if self.context.start is None:  # the block loop has checked what transformers has not
+            self._check_counted(tokens)
+        if (context := self.context).sizes is None:
+            context.sizes = self.admit(context.tokens or tokens, context.blocks)
+
+    def _check_counted(self, tokens: int) -> None:
+        """Prepare for a pass whose positions transformers counts."""
         if self.reused:
             raise SessionBroken(REUSED)
         if not self.consistent:
             waits = any(x.readers > 1 and x.half_read for x in self.capped_layers)
             raise SessionBroken(HALF_READ if waits else BROKEN)
-        self._reading, self._mask.length = tokens, None
         self.check_factors(tokens)
-        self._admit(tokens)
+        sizes = self.admit(tokens)
         if self.leaves_window(tokens):
             self.become_compact()
-        if self.by_rows:
-            rows = self.row_pass(tokens, counts_on=True)
-            self.context = ForwardContext(sizes=self.context.sizes, rows=rows)
+        rows = self.row_pass(tokens, counts_on=True) if self.by_rows else None
+        self.context = ForwardContext(sizes=sizes, rows=rows)
 
-    def _admit(self, tokens: int) -> None:
-        """Check that all layers can read so many tokens, and note in which blocks they do.
+    def admit(self, tokens: int, blocks: int = 1) -> list[int]:
+        """Return the lengths of the blocks in which all layers read so many tokens.
 
         A block is read in two if tokens that wait for their eviction take its room.
 
         Raises:
-            BlockTooLarge, MemoryCapExceeded: nothing is changed.
+            BlockTooLarge, MemoryCapExceeded: they cannot be read; nothing is changed.
         """
         size, evicts = self.block_size, self.eviction.policy.evicts
-        if self.context.blocks > 1:
-            self.context.sizes = [min(size, tokens - at) for at in range(0, tokens, size)]
-            return
+        if blocks > 1:
+            return [min(size, tokens - at) for at in range(0, tokens, size)]
         free = self._unused + size
         if not evicts and tokens > free - size:
             raise MemoryCapExceeded(
@@ -307,7 +307,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
                 "it is not read in two, as layers of this model read the slots of others ("
                 f"{self.layout.shape.shared}): give {free} tokens first, or use evict_every=1"
             )
-        self.context.sizes = [tokens] if tokens <= free else [free, tokens - free]
+        return [tokens] if tokens <= free else [free, tokens - free]
 
     def read_token(
         self,
@@ -324,7 +324,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         assert isinstance(layer, BudgetLayer), "all layers are capped where tokens are read so"
         return layer.read_token(query, key, value, angles, module, scaling, self.context)
 
-    def check_mask(self, asked: MaskRequest) -> None:
+    def check_mask(self, request: MaskRequest) -> None:
         """Check and note the mask that a pass asks transformers for.
 
         Raises:
@@ -332,7 +332,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             CacheMismatch: it has another number of sequences. Nothing is changed.
             UnsupportedModel: the model's attention is not kvcap's.
         """
-        self._mask.check(self.seen, self.allocation.batch, asked)
+        self._mask.check(self.seen, self.allocation.batch, request)
 
     @property
     def terms(self) -> dict[str, Any]:
@@ -456,7 +456,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
     def row_table(self) -> RowTable:
         """Return the table of rows on the device, brought up to date; see `by_rows`."""
         if isinstance(self._table, NoTable):
-            engines = [x.engine for x in self.capped_layers if isinstance(x.engine, RowSlots)]
+            engines = [layer.engine for layer in self.capped_layers]
             self._table = RowTable(engines, self._recents(), self.balance)
         self._table.upload(self.seen)
         return self._table
@@ -503,10 +503,10 @@ class BudgetCache(Cache):  # type: ignore[misc]
             return []
         return [self.eviction.recents(slots) for slots in range(self.layout.longest + 1)]
 
-    def places(self, tokens: Tensor) -> Tensor:
-        """Return how far behind `next_position` the tokens [T] of a pass are read."""
+    def offsets(self, token_index: Tensor) -> Tensor:
+        """Return how far behind `next_position` a pass reads tokens, by their indices in it [T]."""
         several = self.context.blocks > 1 and self.compact_positions
-        return tokens % self.block_size if several else tokens
+        return token_index % self.block_size if several else token_index
 
     @property
     def room(self) -> int:
@@ -569,16 +569,16 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
         Layers that hold no keys are left out.
         """
-        found = []
+        kept = []
         for number, layer in zip(self.layout.shape.capped, self.capped_layers, strict=True):
             own = sorted((s for s in layer.segments if s.row == 0), key=lambda s: s.head)
             heads = [row for s in own for row in s.positions[0].cpu()]
-            found.append(KeptTokens(number, True, heads))
+            kept.append(KeptTokens(number, True, heads))
         for number, native in self.sliding_layers.items():
             count, held = native.keys.shape[1:3] if native.is_initialized else (0, 0)
             row = torch.arange(self.seen - held, self.seen)
-            found.append(KeptTokens(number, False, [row] * count))
-        return sorted(found)
+            kept.append(KeptTokens(number, False, [row] * count))
+        return sorted(kept)
 
     @property
     def _evicted(self) -> list[Segment]:
@@ -648,15 +648,15 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """
         # Pins of tokens that were announced and then not read, as after a Ctrl-C, are dropped.
         seen = 0 if emptied else self.seen
-        found = [*clipped(self.pinned_spans, seen), *spans]
+        pinned = [*clipped(self.pinned_spans, seen), *spans]
         budgets = fresh = self.layout.allotments
         if self.allocation.segments:
             budgets = [
                 [fresh[c.index][s.head] if emptied else s.budget for s in c.segments]
                 for c in self.capped_layers
             ]
-        check_pins(self.layout, found, seen, budgets)
-        return found
+        check_pins(self.layout, pinned, seen, budgets)
+        return pinned
 
     def set_pins(self, spans: Sequence[Span]) -> None:
         """Replace all pinned spans by these, which must fit; see `pinned_with`."""

@@ -300,11 +300,11 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         elif block.arrived is None:
             out = engine.attend(query, block, call)
         else:
-            found = []
+            outputs = []
             for part, queries in block.parts(query):
                 self._append(part)
-                found.append(engine.attend(queries, part, call).transpose(1, 2))
-            out = torch.cat(found, dim=1).transpose(1, 2)
+                outputs.append(engine.attend(queries, part, call).transpose(1, 2))
+            out = torch.cat(outputs, dim=1).transpose(1, 2)
         self.half_read = self.pending is not None
         return out
 

@@ -6,13 +6,17 @@ While an answer is written layers keep what they hold, if nearly all slots are i
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
+from kvcap import kernels
+from kvcap.policies import Observation
 from kvcap.policies.base import LayerBudget, apportion, apportion_rows
-from kvcap.runtime.cache.pool import Segment, resize
+from kvcap.runtime.cache.pool import Segment, has_data, resize
 
 EMPTY = 16  # at most one of so many slots, where layers keep what they hold
 
@@ -42,6 +46,21 @@ class LayerBalance:
         self.preferences: list[float | None] = [None] * layers
         self.segments: list[Segment] = []  # of all layers, one each
         self.floor = 0  # slots that no layer goes below, where tokens of the text are pinned
+
+    def observe(self, index: int, obs: Observation, seen: int) -> None:
+        """Note a layer's preference by what its policy observes; in a dry run there is none."""
+        with suppress(DataDependentOutputException):
+            preference = kernels.preference(self.budget, obs)
+            if has_data(preference):
+                self.prefer(index, float(preference), seen)
+
+    def after(self, index: int, seen: int, *, anew: bool) -> None:
+        """Rebalance after the last layer, if preferences are `anew` or layers lack their slots.
+
+        Tokens that are generated change nothing about what layers want.
+        """
+        if index == len(self.preferences) - 1 and (anew or not self.is_balanced):
+            self.rebalance(seen)
 
     def prefer(self, index: int, preference: float, seen: int) -> None:
         """Note a layer's preference, and set the slots that its next eviction leaves by it."""

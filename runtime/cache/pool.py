@@ -56,28 +56,19 @@ class SlotPool:
     ) -> None:
         self.slots, self.size, self.dtype = slots, head_size, dtype
         self.values_from, self.format = values_from, slot_format or SlotFormat()
-        shapes = self.format.shapes(head_size, dtype)
+        sides = self.format.shapes(head_size, dtype)
+        shapes = {"keys": sides.pop("keys"), "values": sides.pop("values")}
         if values_from is not None:
             del shapes["values"]
-        self.sides = {
+        shapes |= {"positions": ((), torch.int32), **sides}  # kernels take them in this order
+        shapes |= {name: ((), kind) for name, kind in (aux or {}).items()}
+        self._named = {
             name: new(slots, *shape, dtype=kind, device=device)
             for name, (shape, kind) in shapes.items()
         }
-        self.keys = self.sides.pop("keys")
-        if values_from is None:
-            self.values = self.sides.pop("values")
-        else:
-            self.values = self.keys[:, values_from:]
-        self.positions = new(slots, dtype=torch.int32, device=device)
-        self.aux = {name: new(slots, dtype=dt, device=device) for name, dt in (aux or {}).items()}
-        values = {"values": self.values} if values_from is None else {}
-        self._named = {
-            "keys": self.keys,
-            **values,
-            "positions": self.positions,
-            **self.sides,
-            **self.aux,
-        }
+        self.keys, self.positions = self._named["keys"], self._named["positions"]
+        self.values = self._named.get("values", self.keys[:, values_from:])
+        self.aux = {name: self._named[name] for name in aux or {}}
 
     @property
     def nbytes(self) -> int:
@@ -152,6 +143,7 @@ class Segment:
         self.first_pinned = 0
         """Holds how many first tokens of a session's row are pinned besides the cache's pins."""
         device = pool.positions.device
+        self._buffers = pool.buffers()
         self._rows = torch.arange(batch * heads, device=device).view(batch, heads, 1)
         self._views: dict[tuple[int, ...], dict[str, Tensor]] = {}  # the last two made, by slots
 
@@ -177,7 +169,7 @@ class Segment:
 
     @property
     def positions(self) -> Tensor:
-        """Return the held tokens' places in the conversation, a view [b, k, held] int32."""
+        """Return the held tokens' indices in the conversation, a view [b, k, held] int32."""
         return self.held_views()["positions"]
 
     def aux(self, name: str) -> Tensor:
@@ -186,8 +178,6 @@ class Segment:
 
     def by_sequence(self) -> list[Segment]:
         """Return a segment of each sequence over the same slots; they may hold unequally many."""
-        if self.batch == 1:
-            return [self]
         size, heads = self.slots // self.batch, self.heads
         return [
             Segment(
@@ -250,8 +240,8 @@ class Segment:
         if len(self._views) == 2:  # a full cache has the same for every token: free and held
             self._views.clear()
         pool = {"values": self.pool.values, **self.pool.named()}  # which may be a part of keys
-        found = self._views[place] = {name: self.view(x, start, stop) for name, x in pool.items()}
-        return found
+        views = self._views[place] = {name: self.view(x, start, stop) for name, x in pool.items()}
+        return views
 
     def view(self, buffer: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """View slots [start, stop) of every row of one of the pool's buffers, or of a copy of it.
@@ -284,8 +274,8 @@ class Segment:
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, **others: Tensor) -> None:
         """Write a block [b, k, T, D] behind the slots in use.
 
-        `positions` [T] int32 are the tokens' places in the conversation. Buffers that are not among
-        the `others`, which are given by name, become 0 there.
+        `positions` [T] int32 are the tokens' indices in the conversation. Buffers that are not
+        among the `others`, which are given by name, become 0 there.
         """
         length = len(positions)
         blocks = {"keys": keys, "values": values, "positions": positions, **others}
@@ -305,9 +295,14 @@ class Segment:
         target = evicted.sort(dim=-1).values if count > 1 else evicted  # [b, k, e]
         source = _survivors(target, kept) if count > 1 else kept
         rows_to, rows_from = (rows + target).flatten(), (rows + source).flatten()
-        for buffer in self.pool.named().values():
+        for buffer in self._buffers:
             buffer.index_copy_(0, rows_to, buffer.index_select(0, rows_from))
         self.held = kept
+
+
+def has_data(x: Tensor) -> bool:
+    """Return whether a tensor has numbers; those of a dry run have none."""
+    return type(x) is Tensor
 
 
 def _survivors(target: Tensor, kept: int) -> Tensor:
@@ -339,14 +334,14 @@ def resize(segments: Sequence[Segment], budgets: Sequence[int]) -> None:
     before = sum(segment.slots for segment in segments)
     start = segments[0].start
     moves: list[tuple[Segment, int, int]] = []  # from and to, of every row
-    places = []
+    resized = []
     for segment, budget in zip(segments, budgets, strict=True):
         capacity = budget + segment.block
         assert segment.held <= capacity, "a segment must have room for what it holds"
         rows = range(segment.batch * segment.heads)
         old = segment.start
         moves += [(segment, old + i * segment.capacity, start + i * capacity) for i in rows]
-        places.append((segment, start, budget))
+        resized.append((segment, start, budget))
         start += segment.batch * segment.heads * capacity
     assert start - segments[0].start == before, "segments must share exactly what they have"
     for segment, old, new in [m for m in reversed(moves) if m[2] > m[1]]:
@@ -355,11 +350,10 @@ def resize(segments: Sequence[Segment], budgets: Sequence[int]) -> None:
     for segment, old, new in [m for m in moves if m[2] < m[1]]:
         count = min(old - new, segment.held)
         _move(segment.pool, old + segment.held - count, new, count)
-    for segment, first, budget in places:
+    for segment, first, budget in resized:
         segment.start, segment.budget, segment.target_length = first, budget, budget
 
 
 def _move(pool: SlotPool, source: int, target: int, count: int) -> None:
-    if count:
-        for buffer in pool.named().values():
-            buffer[target : target + count] = buffer[source : source + count]
+    for buffer in pool.buffers():
+        buffer[target : target + count] = buffer[source : source + count]

@@ -115,10 +115,10 @@ class CompactPositions(TruePositions):
                 self.rotate_in_place(segments[0])
             elif self.copy is not None and segments[0].held <= self.copy.keys.shape[2]:
                 return [self._from_copy(segments[0], self.copy)]
-        found = [segment.held_views() for segment in segments]
+        held = [segment.held_views() for segment in segments]
         if self.pending is None:
-            return [views["keys"] for views in found]
-        return [self._back(views["keys"], views[SHIFT]) for views in found]
+            return [views["keys"] for views in held]
+        return [self._back(views["keys"], views[SHIFT]) for views in held]
 
     def _from_copy(self, segment: Segment, copy: RotatedKeys) -> Tensor:
         """Bring the copy of rotated keys up to date, and return its part in use."""

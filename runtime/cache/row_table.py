@@ -36,9 +36,9 @@ class LayerRows(NamedTuple):
     """A description of one layer's rows, while it reads a block."""
 
     before: Rows  # as they are before the block is appended
-    after: Rows  # with the block, before any is given up
+    after: Rows  # with the block, before any is evicted
     shown: Rows  # with the block's fillers, too, which attention reads before they are dropped
-    held: Tensor  # [B·K] int32, slots of each: is written when some are given up
+    held: Tensor  # [B·K] int32, slots of each: is written when some are evicted
     targets: Tensor  # [B·K] int32, the slots that each may have
     pins: Tensor  # [B·K, 2] int32, how many first and how many newest tokens of each stay
     read_at: Tensor | None  # [B] int32, where the block is read; None: at true positions
@@ -133,8 +133,8 @@ class RowTable:
                 row += segment.batch * segment.heads
             self._most[index] = max(*held[:count], *targets[:count])
         if self.balance is not None:
-            found = numbers[:, -1].view(torch.float32).tolist()
-            self.balance.preferences = [None if p != p else p for p in found]
+            known = numbers[:, -1].view(torch.float32).tolist()
+            self.balance.preferences = [None if p != p else p for p in known]
 
     def _agree(self, seen: int) -> None:
         """Note that host and device agree after so many tokens."""
@@ -146,11 +146,11 @@ class RowTable:
         self._most[index] = max(max(s.target_length, s.held) for s in segments)
         rows = [(s, i) for s in segments for i in range(s.batch * s.heads)]
         last, policy = segments[-1], self.engines[index].policy
-        found = [*(s.start + i * s.capacity for s, i in rows), last.start + last.slots]
-        found += [s.held for s, _ in rows]
-        found += [s.target_length for s, _ in rows]
+        numbers = [*(s.start + i * s.capacity for s, i in rows), last.start + last.slots]
+        numbers += [s.held for s, _ in rows]
+        numbers += [s.target_length for s, _ in rows]
         pins = [(policy.pins(s), s.batch * s.heads) for s in segments]
-        return [*found, *(n for those, count in pins for n in count * those), 0]
+        return [*numbers, *(n for pair, count in pins for n in count * pair), 0]
 
     def divide(self, index: int, starts: Tensor, budgets: Tensor) -> None:
         """Set the starts [B·K + 1] and targets [B·K] of a layer's rows, on the device alone."""
@@ -218,8 +218,8 @@ class RowPass:
         self._later: dict[int | None, Tensor] = {}
         self._copies: Tensor | None = None  # where rows begin in a layer's copy
         if table.balance is not None:
-            places = torch.arange(table.count + 1, dtype=torch.int32, device=table.held.device)
-            self._copies = places * longest
+            rows = torch.arange(table.count + 1, dtype=torch.int32, device=table.held.device)
+            self._copies = rows * longest
 
     def after(self, length: int) -> Tensor:
         """Return the slots of all rows [L, B·K] int32, with those of the pass's one block."""

@@ -104,8 +104,8 @@ class BlockPlace(NamedTuple):
     """Counts the tokens read, its own included."""
     read_at: int
     """Holds the position of its first token, as transformers or the block loop counted."""
-    times: Tensor
-    """Holds the places of its tokens in the conversation, [T] int32."""
+    token_index: Tensor
+    """Holds the indices of its tokens in the conversation, [T] int32."""
     total_counter: Tensor | None
     """Holds `total_tokens` as a tensor [] on the device, inside a CUDA graph."""
 
@@ -194,8 +194,8 @@ class ForwardContext:
 
         It is computed for the first layer of a device.
         """
-        asked = (self.block, seen, length, device)
-        if asked not in self._places:
+        key = (self.block, seen, length, device)
+        if key not in self._places:
             if len(self._places) >= self.blocks:
                 self._places.clear()
             first: int | Tensor = seen
@@ -204,10 +204,10 @@ class ForwardContext:
                 counter = self._counters[self.block]
                 count = None if self.rows is None else self.rows.count
                 first, after = counter, counter + (length if count is None else count)
-            times = first + torch.arange(length, dtype=torch.int32, device=device)
+            token_index = first + torch.arange(length, dtype=torch.int32, device=device)
             read_at = seen if self.start is None else self.start
-            self._places[asked] = BlockPlace(seen, seen + length, read_at, times, after)
-        return self._places[asked]
+            self._places[key] = BlockPlace(seen, seen + length, read_at, token_index, after)
+        return self._places[key]
 
     def causal_bias(self, length: int, slots: int, like: Tensor) -> Tensor:
         """Return a block's causal mask as it is added to logits, [1, 1, T, n].

@@ -81,7 +81,7 @@ def replayed(loop, ids, length):
             count = torch.tensor(new, dtype=torch.int32, device=DEVICE)
         part = -(-length // blocks)
         rows = current.rows = cache.row_pass(part, always=True, count=count)
-        place = cache.places(torch.arange(length, device=DEVICE))
+        place = cache.offsets(torch.arange(length, device=DEVICE))
         model = loop.graphs.decoder or loop.model
         logits = model(
             input_ids=torch.nn.functional.pad(ids, (0, length - new), value=5),

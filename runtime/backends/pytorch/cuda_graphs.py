@@ -58,7 +58,7 @@ class BlockGraphs:
         # A policy that looks at all queries of a block would look at fillers', too.
         self._fills_up = cache.eviction.policy.queries_observed is not None
         self._read = set[PassKind]()  # kinds read once without a graph, which can be captured
-        self._given_up = set[PassKind]()  # kinds whose capture failed
+        self._not_captured = set[PassKind]()  # kinds whose capture failed
         self._spans: tuple[tuple[int, ...], ...] = ()  # pinned, or weighed, as graphs were captured
 
     @property
@@ -100,7 +100,7 @@ class BlockGraphs:
         which a pass without a graph does, or if a policy reads numbers on the host.
         """
         known = kind in self._read
-        if kind in self._given_up or not (known or self.decoder is not None):
+        if kind in self._not_captured or not (known or self.decoder is not None):
             return False
         # No two run at the same time, so all graphs share the memory of the first.
         pool = next((graph.pool for graph in self.captured.values()), None)
@@ -111,7 +111,7 @@ class BlockGraphs:
                 graph = BlockGraph(model, self.cache, ids, kind, pool, at_once=not known)
         except RuntimeError as error:
             if known:
-                self._given_up.add(kind)
+                self._not_captured.add(kind)
                 self.failed = f"capture failed: {first_line(error)}"
             return False
         self.captured[kind] = graph
@@ -123,7 +123,7 @@ class BlockGraphs:
         if self.refused is not None:
             return None
         if length == 1 and cache.balance is not None and any(x.excess for x in cache.capped_layers):
-            return None  # a graph of a token gives up one slot of each row at most
+            return None  # a graph of a token evicts one slot of each row at most
         block = cache.block_size
         whole = length in (1, block, self._several(batch))
         if not cache.by_rows:
@@ -177,6 +177,7 @@ class BlockGraph:
         at_once: bool = False,
     ) -> None:
         device, blocks, start = ids.device, blocks_of(cache, kind.length), cache.next_position
+        sizes = cache.admit(kind.length, blocks)
         self.ids = ids.new_zeros(kind.batch, kind.length)
         # A kernel writes it, as a copy would wait for everything that the GPU has yet to compute.
         self.token_counter = torch.full((), cache.seen, device=device)
@@ -185,12 +186,14 @@ class BlockGraph:
         self.graph = torch.cuda.CUDAGraph()
         side = SideStream(device, kind.batch)
         with (
-            cache.passing(ForwardContext(start, blocks=blocks, stream=side)) as current,
+            cache.passing(
+                ForwardContext(start, blocks=blocks, sizes=sizes, stream=side)
+            ) as current,
             _capturing(self.graph, pool, device, at_once),
             side,
         ):
             current.bind_token_counter(self.token_counter, cache.block_size)
-            place = cache.places(torch.arange(kind.length, device=device))
+            offsets = cache.offsets(torch.arange(kind.length, device=device))
             # Compact positions of a full cache are those of every pass.
             first: int | Tensor = start if kind.compact else self.token_counter
             if cache.by_rows:
@@ -200,7 +203,7 @@ class BlockGraph:
                 first = current.rows.first(self.token_counter)
             self.logits = model(
                 input_ids=self.ids,
-                position_ids=(first + place).expand(kind.batch, -1),
+                position_ids=(first + offsets).expand(kind.batch, -1),
                 **cache_argument(model, cache),
                 use_cache=True,
                 logits_to_keep=self.last,
@@ -278,7 +281,7 @@ def why_unsteady(cache: BudgetCache) -> str | None:
     if eviction.heads_move or eviction.layers_move:
         return f"slots move between {'heads' if eviction.heads_move else 'layers'}"
     if cache.evict_every > 1:
-        return "slots are given up every few tokens"
+        return "slots are evicted every few tokens"
     if not eviction.policy.evicts:
         return "nothing is evicted"
     if eviction.corrector is not None and eviction.corrector.place != "device":

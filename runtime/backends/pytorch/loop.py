@@ -120,9 +120,9 @@ class BlockLoop(Loop):
 
     def copied(self) -> CacheCopy:
         """Return a copy of what the cache holds, on its device."""
-        found = copies.copied(self.cache)
+        copy = copies.copied(self.cache)
         return replace(
-            found, facts={**found.facts, "short": [*self.read_short] if self.cache.seen else []}
+            copy, facts={**copy.facts, "short": [*self.read_short] if self.cache.seen else []}
         )
 
     def go_on_from(self, copy: CacheCopy) -> None:
@@ -210,9 +210,10 @@ class BlockLoop(Loop):
             cache.guard.check(padded)
         with self._emptied_without_memory(tokens), interrupts_deferred():
             # Fillers repeat the last token; their results are dropped.
-            place = torch.arange(padded, device=ids.device).clamp(max=tokens - 1)
+            token_index = torch.arange(padded, device=ids.device).clamp(max=tokens - 1)
             model = self.model if graphs is None else graphs.reader(ids, len(wanted) > 0)
-            context, first = ForwardContext(start, tokens, blocks), cast("int | Tensor", start)
+            sizes, first = cache.admit(tokens, blocks), cast("int | Tensor", start)
+            context = ForwardContext(start, tokens, blocks, sizes=sizes)
             if cache.by_rows:
                 count = None
                 if graphs is not None and blocks == 1 and tokens > 1:  # as its graph has it
@@ -222,8 +223,8 @@ class BlockLoop(Loop):
                 first = context.rows.first(start)
             with cache.passing(context), nullcontext() if short is None else short.used():
                 out = model(
-                    input_ids=ids[:, place],
-                    position_ids=(first + cache.places(place)).expand(ids.shape[0], -1),
+                    input_ids=ids[:, token_index],
+                    position_ids=(first + cache.offsets(token_index)).expand(ids.shape[0], -1),
                     **cache_argument(model, cache),
                     use_cache=True,
                     logits_to_keep=torch.arange(wanted.start, wanted.stop, device=ids.device),

@@ -114,11 +114,11 @@ class SharedPass:
                 f"the system refused the memory that a pass over {len(answers)} tokens takes; what "
                 "was held is forgotten, conversations are read again with their next message"
             ) from error
-        asked = {i: a.step for i, a in enumerate(answers) if a.step is not None}
-        samplers = {i: one.sampler for i, one in asked.items() if one.sampler is not None}
+        steps = {i: a.step for i, a in enumerate(answers) if a.step is not None}
+        samplers = {i: one.sampler for i, one in steps.items() if one.sampler is not None}
         numbers = draw_each(logits, samplers).tolist() if samplers else []
-        found = [numbers[i] if i in samplers else logits[i : i + 1] for i in range(len(answers))]
-        return lambda: found
+        results = [numbers[i] if i in samplers else logits[i : i + 1] for i in range(len(answers))]
+        return lambda: results
 
 
 def read_token_of_each(model: Any, tokens: Sequence[int], caches: Sequence[BudgetCache]) -> Tensor:
@@ -131,14 +131,14 @@ def read_token_of_each(model: Any, tokens: Sequence[int], caches: Sequence[Budge
     """
     device = model.device
     starts = [cache.next_position for cache in caches]
-    found: Tensor = model(
+    logits: Tensor = model(
         input_ids=torch.tensor(tokens, device=device)[:, None],
         position_ids=torch.tensor(starts, device=device)[:, None],
         **cache_argument(model, _Caches(caches, starts)),
         use_cache=True,
         logits_to_keep=1,
     ).logits
-    return found.flatten(0, 1)
+    return logits.flatten(0, 1)
 
 
 def rotated_key_shapes(cache: BudgetCache, dtype: torch.dtype) -> list[tuple[int, ...]]:
@@ -219,7 +219,7 @@ class _Caches(Cache):  # type: ignore[misc]
     def __init__(self, caches: Sequence[BudgetCache], starts: Sequence[int]) -> None:
         contexts = [ForwardContext(start, 1) for start in starts]
         layers = zip(*(cache.layers for cache in caches), strict=True)
-        super().__init__(layers=[_Layer(those, contexts) for those in layers])
+        super().__init__(layers=[_Layer(of_each, contexts) for of_each in layers])
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]

@@ -155,5 +155,5 @@ class SlotEngine:
 
 
 def ranks(positions: Tensor) -> Tensor:
-    """Return how many held tokens of a head are older than each, by places in the text [n]."""
+    """Return how many held tokens of a head are older than each, by token indices [n]."""
     return positions.argsort().argsort().to(torch.int32)

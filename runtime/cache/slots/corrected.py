@@ -6,7 +6,8 @@ from torch import Tensor
 
 from kvcap.runtime.cache.evicted_store import EvictedStore
 from kvcap.runtime.cache.pool import Segment
-from kvcap.runtime.cache.slots.eager import EagerSlots, HeldKeys, SegmentEviction
+from kvcap.runtime.cache.slots.eager import EagerSlots
+from kvcap.runtime.cache.slots.head_shares import SegmentEviction
 from kvcap.runtime.cache.slots.policy import AttentionCall
 from kvcap.runtime.cache.step import ForwardContext
 
@@ -21,19 +22,20 @@ class CorrectedSlots(EagerSlots):
         self,
         index: int,
         query: Tensor,
-        held: HeldKeys,
+        keys: list[Tensor],
+        values: list[Tensor] | None,
         call: AttentionCall,
         context: ForwardContext,
     ) -> Tensor:
-        segment, keys = self.segments[index], held.keys[index]
-        return self.evicted_store.attend(index, segment, query, keys, call.logits)[0]
+        segment = self.segments[index]
+        return self.evicted_store.attend(index, segment, query, keys[index], call.logits)[0]
 
-    def _give_up(
+    def _evict_slots(
         self, segment: Segment, evicted: Tensor, one: SegmentEviction | None = None
     ) -> None:
         if one is not None:  # a file that is read into a smaller cache drops what does not fit
             self.evicted_store.take(one.index, segment, evicted, one.scores, one.obs)
-        super()._give_up(segment, evicted, one)
+        super()._evict_slots(segment, evicted, one)
 
     def become_compact(self, seen: int) -> None:
         """Move all that is held, and what is kept of evicted tokens, to compact positions."""

@@ -7,54 +7,24 @@ rotates a copy, so that errors never add up. Of quantised slots it reads a copy 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch import Tensor
 
 from kvcap import kernels
 from kvcap.kernels.choice import ready
 from kvcap.policies import Eviction, Observation
-from kvcap.policies.base import evenly
 from kvcap.policies.base.component import ATTENTION_VIEWS
 from kvcap.policies.base.eviction import Score, Update, eager_update
 from kvcap.runtime.attention.functions import attend, attend_plainly
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.policy_guard import PolicyGuard, is_own
-from kvcap.runtime.cache.pool import Segment, resize
+from kvcap.runtime.cache.pool import Segment
 from kvcap.runtime.cache.slots.base import LayerMemory, SlotEngine
+from kvcap.runtime.cache.slots.head_shares import SegmentEviction, divide_heads, fill_heads
 from kvcap.runtime.cache.slots.policy import AttentionCall, LayerPolicy
 from kvcap.runtime.cache.slots.step import AttentionStep
 from kvcap.runtime.cache.step import ForwardContext, PendingBlock
-
-
-class HeldKeys(NamedTuple):
-    """A record of a layer's keys, rotated to their present positions, and of its values."""
-
-    keys: list[Tensor]  # [b, k, held, D] of every segment
-    values: list[Tensor] | None = None  # copies of them, where they are read; None: as slots lie
-
-
-class Shown(NamedTuple):
-    """A record of a layer's keys and step, kept until other layers that read its slots attended."""
-
-    held: HeldKeys
-    step: AttentionStep
-
-
-@dataclass
-class SegmentEviction:
-    """A choice of slots that one segment evicts."""
-
-    index: int
-    segment: Segment
-    obs: Observation
-    scores: Tensor  # [b, k, held]
-    pinned: Tensor | None  # bool [b, k, held]; None: none are
 
 
 class EagerSlots(SlotEngine):
@@ -105,7 +75,7 @@ class EagerSlots(SlotEngine):
         block.offsets = tuple([place.read_at - segment.held for segment in self.segments])
         keys = positions.aligned(keys, block.offsets)
         for segment in self.segments:
-            segment.append(segment.rows_of(keys), segment.rows_of(values), place.times)
+            segment.append(segment.rows_of(keys), segment.rows_of(values), place.token_index)
 
     # Attend
 
@@ -130,47 +100,55 @@ class EagerSlots(SlotEngine):
             with context.run_async_if_last(shown):
                 self.query_window.append(shown)
         context.make_room()  # for a copy of all keys
-        held = self._held_keys(length)
-        out = self._over(query, held, call, context)
+        keys, values = self._held(length)
+        out = self._over(query, keys, values, call, context)
         whole = self.SHOWS_OUTPUT and length > 1 and len(self.segments) == 1
         step = AttentionStep(
             block.place.total_tokens,
             length,
-            held.keys,
+            keys,
             shown if self.policy.reads_queries else None,
-            held.values,
+            values,
             call,
             block.place.total_counter,
             out if whole and self.policy.reads_all_output else None,
         )
         if block.readers:
-            block.shown = Shown(held, step)
+            block.shown = step
         else:
             self.evict(step, context)
         return out
 
     def again(self, query: Tensor, block: PendingBlock, call: AttentionCall) -> Tensor:
         """Attend with another layer to what `block` attended to; after the last one, evict."""
-        query = self.positions.aligned(query, block.offsets)
-        out = self._over(query, block.shown.held, call, block.context)
+        query, step = self.positions.aligned(query, block.offsets), block.shown
+        out = self._over(query, step.keys, step.values, call, block.context)
         if not block.readers:
-            self.evict(block.shown.step, block.context)
+            self.evict(step, block.context)
         return out
 
-    def _held_keys(self, length: int) -> HeldKeys:
-        """Return all keys, rotated to where they count, for so many queries."""
-        return HeldKeys(self.positions.keys(self.segments, length))
+    def _held(self, length: int) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Return keys [b, k, held, D] at their present positions, and values, of every segment.
+
+        So many queries attend to them. None: values are read where they lie.
+        """
+        return self.positions.keys(self.segments, length), None
 
     def _over(
-        self, query: Tensor, held: HeldKeys, call: AttentionCall, context: ForwardContext
+        self,
+        query: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor] | None,
+        call: AttentionCall,
+        context: ForwardContext,
     ) -> Tensor:
         """Attend with aligned queries [B, H, T, D] to all slots in use, segment by segment."""
-        if len(self.segments) == 1:
-            return self._over_segment(0, query, held, call, context)
+        if len(keys) == 1:
+            return self._over_segment(0, query, keys, values, call, context)
         out = None
         for i, segment in enumerate(self.segments):
             mine = call._replace(logits=segment.logits_of(call.logits))
-            part = self._over_segment(i, segment.rows_of(query), held, mine, context)
+            part = self._over_segment(i, segment.rows_of(query), keys, values, mine, context)
             out = query.new_empty(*query.shape[:3], part.shape[3]) if out is None else out
             segment.rows_of(out).copy_(part)
         assert out is not None, "a layer has segments"
@@ -180,13 +158,14 @@ class EagerSlots(SlotEngine):
         self,
         index: int,
         query: Tensor,
-        held: HeldKeys,
+        keys: list[Tensor],
+        values: list[Tensor] | None,
         call: AttentionCall,
         context: ForwardContext,
     ) -> Tensor:
         """Attend to one segment with its queries and logits. [b, h, T, D]."""
-        keys, values = held.keys[index], self.segments[index].held_views()["values"]
-        return self._attend(query, keys, values, call.logits, None, context.causal_bias)
+        own = self.segments[index].held_views()["values"] if values is None else values[index]
+        return self._attend(query, keys[index], own, call.logits, None, context.causal_bias)
 
     # Evict
 
@@ -205,20 +184,11 @@ class EagerSlots(SlotEngine):
             if self.policy.has_state:
                 self._update_state(observed)
             if balance is not None and prefers:
-                self._prefer(balance, observed[0], step)
+                balance.observe(self.policy.index, observed[0], step.tokens)
             if due:
                 self._evict_lowest(observed)
-            # Tokens that are generated change nothing about what layers want.
-            last = self.policy.index == len(self.policy.layout.budgets) - 1
-            if balance is not None and last and (prefers or not balance.is_balanced):
-                balance.rebalance(step.tokens)
-
-    def _prefer(self, balance: LayerBalance, obs: Observation, step: AttentionStep) -> None:
-        """Note the layer's preference for slots; in a dry run there is none."""
-        with suppress(DataDependentOutputException):
-            preference = kernels.preference(balance.budget, obs)
-            if not _has_no_data(preference):
-                balance.prefer(self.policy.index, float(preference), step.tokens)
+            if balance is not None:
+                balance.after(self.policy.index, step.tokens, anew=prefers)
 
     def shrink_to_budget(self, segment: Segment, step: AttentionStep) -> None:
         """Evict one head's slots down to `segment.target_length`, without queries.
@@ -235,7 +205,7 @@ class EagerSlots(SlotEngine):
         else:
             scores = eviction.score(obs, self._score)
         slots = eviction.choose(scores, pinned, obs, segment.held - segment.target_length)
-        self._give_up(segment, slots)
+        self._evict_slots(segment, slots)
 
     def _update_state(self, observed: list[Observation]) -> None:
         """Bring the numbers that the policy keeps of slots up to date."""
@@ -245,27 +215,24 @@ class EagerSlots(SlotEngine):
 
     def _evict_lowest(self, observed: list[Observation]) -> None:
         """Score every segment, share the layer's budget out where slots move, and evict."""
-        eviction, found = self.eviction, list[SegmentEviction]()
+        eviction, evictions = self.eviction, list[SegmentEviction]()
         divides = eviction.heads_move and self.policy.layout.divides(observed[0].new)
         for i, (segment, obs) in enumerate(zip(self.segments, observed, strict=True)):
             if divides or segment.held > segment.target_length:
                 scores, pins = eviction.score(obs, self._score), eviction.pins_of(obs)
                 some = divides or obs.pinned_spans or pins != (0, 0)
                 pinned = eviction.pinned(obs, pins) if some else None
-                found.append(SegmentEviction(i, segment, obs, scores, pinned))
+                evictions.append(SegmentEviction(i, segment, obs, scores, pinned))
         if divides:
-            for one, kept in zip(found, self._split(found), strict=True):
-                one.segment.target_length = one.obs.budget = kept
-        for one in found:
+            divide_heads(evictions, self.policy)
+        for one in evictions:
             if (count := one.segment.held - one.segment.target_length) > 0:
                 slots = eviction.choose(one.scores, one.pinned, one.obs, count)
-                self._give_up(one.segment, slots, one)
-        if eviction.heads_move:
-            shares = self._filled([segment.target_length for segment in self.segments])
-            if shares != [segment.budget for segment in self.segments]:
-                resize(self.segments, shares)
+                self._evict_slots(one.segment, slots, one)
+        if divides:
+            fill_heads(self.segments, self.policy)
 
-    def _give_up(
+    def _evict_slots(
         self, segment: Segment, evicted: Tensor, one: SegmentEviction | None = None
     ) -> None:
         """Evict the slots [b, k, e] of a segment; tokens newer than those move down.
@@ -277,54 +244,19 @@ class EagerSlots(SlotEngine):
             self.query_window.move_down(segment, evicted.shape[-1])
         segment.evict(evicted)
 
-    def _split(self, evictions: Sequence[SegmentEviction]) -> list[int]:
-        """Return the slots that every head keeps, sequence by sequence; of one segment a head."""
-        budget, heads = self.eviction.head_budget, self.policy.layout.shape.kv_heads
-        assert budget is not None
-
-        def rows(numbers: Iterable[Tensor | None]) -> Tensor:
-            each = [x[0, 0] for x in numbers if x is not None]
-            padded: Tensor = nn.utils.rnn.pad_sequence(each, batch_first=True)
-            return padded.view(-1, heads, padded.shape[1])
-
-        scores = rows(one.scores for one in evictions)
-        pinned, places = rows(x.pinned for x in evictions), rows(x.obs.positions for x in evictions)
-        lengths = torch.tensor([one.segment.held for one in evictions])
-        lengths = lengths.view(-1, heads).to(scores.device, non_blocking=True)
-        average = self.policy.layout.budgets[self.policy.index]
-        kept = [one.segment.target_length for one in evictions]
-        with suppress(DataDependentOutputException):
-            split = budget.split(scores, pinned, places, lengths, average).flatten()
-            if not _has_no_data(split):
-                kept = split.tolist()
-        return kept
-
-    def _filled(self, kept: list[int]) -> list[int]:
-        """Return budgets that share all slots, where heads hold fewer than these."""
-        heads, found = self.policy.layout.shape.kv_heads, list[int]()
-        for first in range(0, len(kept), heads):
-            mine = kept[first : first + heads]
-            spare = heads * self.policy.layout.budgets[self.policy.index] - sum(mine)
-            found += [slots + evenly(spare, heads, i) for i, slots in enumerate(mine)]
-        return found
-
-    def _observe(
-        self, index: int, segment: Segment, step: AttentionStep, values: Tensor | None = None
-    ) -> Observation:
-        """Show the policy one segment, with `values` other than those that attention read."""
+    def _observe(self, index: int, segment: Segment, step: AttentionStep) -> Observation:
+        """Show the policy one segment."""
         policy, views, spans = self.policy, segment.held_views(), tuple(self.policy.pinned_spans)
         if segment.first_pinned:
             spans = (*spans, (0, segment.first_pinned))
         common = policy.common(step.call)
-        if values is None:
-            values = views["values"] if step.values is None else step.values[index]
         if (projection := common["output_projection"]) is not None:
             mine = slice(segment.head, segment.head + segment.heads)
             common["output_projection"] = projection[mine]
         common["rule"] = segment.logits_of(step.call.logits)
         return Observation(
             keys=step.keys[index],
-            values=values,
+            values=views["values"] if step.values is None else step.values[index],
             positions=views["positions"],
             num_tokens=step.tokens if step.token_counter is None else step.token_counter,
             budget=segment.target_length,
@@ -345,8 +277,3 @@ class EagerSlots(SlotEngine):
             return segment.rows_of(step.queries)[:, :, -(count or 0) :]
         rotation = self.positions.window_rotation
         return window.last(segment, min(count, step.tokens), rotation)
-
-
-def _has_no_data(x: Tensor) -> bool:
-    """Return whether a tensor is one of a dry run, in which slots stay in place."""
-    return type(x) is not Tensor

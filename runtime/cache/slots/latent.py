@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvcap.runtime.attention.latents import absorbed, attend_absorbed, attend_expanded
-from kvcap.runtime.cache.slots.eager import EagerSlots, HeldKeys
+from kvcap.runtime.cache.slots.eager import EagerSlots
 from kvcap.runtime.cache.slots.policy import AttentionCall
 from kvcap.runtime.cache.step import ForwardContext, PendingBlock
 
@@ -42,10 +42,11 @@ class LatentSlots(EagerSlots):
         self,
         index: int,
         query: Tensor,
-        held: HeldKeys,
+        keys: list[Tensor],
+        values: list[Tensor] | None,
         call: AttentionCall,
         context: ForwardContext,
     ) -> Tensor:
         assert call.expansion is not None
         over = attend_expanded if self._expands(query.shape[2]) else attend_absorbed
-        return over(query, held.keys[index], call.expansion, call.logits)
+        return over(query, keys[index], call.expansion, call.logits)

@@ -5,6 +5,7 @@ A copy is in float32 on a CPU, which computes with that, else in the model's typ
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from kvcap.policies import Observation
 from kvcap.runtime.attention.functions import attend_weighing
 from kvcap.runtime.cache.pool import SHIFT, Segment
 from kvcap.runtime.cache.slots.base import SlotEngine, ranks
-from kvcap.runtime.cache.slots.eager import EagerSlots, HeldKeys
+from kvcap.runtime.cache.slots.eager import EagerSlots
 from kvcap.runtime.cache.slots.policy import AttentionCall
 from kvcap.runtime.cache.slots.step import AttentionStep
 from kvcap.runtime.cache.step import ForwardContext, PendingBlock
@@ -49,26 +50,26 @@ class QuantisedKeys(SlotEngine):
         parts = pool.format.parts("key", whole)
         mean = None if self.mean is None else segment.rows_of(self.mean)
         assert pool.format.keys is not None, "all formats of fewer bits quantise keys"
-        found, ranks = segment.empty(slots), whole[SHIFT].neg() if rotation else None
+        copy, ranks = segment.empty(slots), whole[SHIFT].neg() if rotation else None
         for piece in segment.pieces(slots):
-            out = found[piece]
+            out = copy[piece]
             keys = out if ranks is None else torch.empty_like(out)
-            those = {name: x[piece] for name, x in parts.items()}
-            pool.format.keys.dequantise(those, keys, None if mean is None else mean[piece[:2]])
+            part = {name: x[piece] for name, x in parts.items()}
+            pool.format.keys.dequantise(part, keys, None if mean is None else mean[piece[:2]])
             if rotation is not None and ranks is not None:
                 rotation.on(keys, ranks[piece], out)
-        return found.to(pool.read_dtype)
+        return copy.to(pool.read_dtype)
 
     def _move(self, segment: Segment, rotation: Rotation) -> None:
         """Quantise keys anew, from true positions to unrotated ones without their mean."""
-        whole, found = segment.held_views(), self.read_keys(segment)
+        whole, copy = segment.held_views(), self.read_keys(segment)
         numbers = segment.pool.format.keys
         assert numbers is not None, "all formats of fewer bits quantise keys"
         assert self.key_mean is not None, "and those that are unrotated have a mean"
         means = segment.rows_of(self.key_mean)
         for row in segment.each_row():
             positions = segment.positions[row]
-            keys = rotation.moved(found[row].float(), -positions)
+            keys = rotation.moved(copy[row].float(), -positions)
             means[row].copy_(keys.mean(0))
             for part, x in numbers.quantise(keys - means[row]).items():
                 whole[f"key_{part}" if part else "keys"][row].copy_(x)
@@ -95,36 +96,35 @@ class QuantisedSlots(QuantisedKeys, EagerSlots):
         for segment in self.segments:
             numbers = segment.pool.format.written(segment.rows_of(keys), segment.rows_of(values))
             ranks = count + segment.held
-            segment.append(**numbers, positions=place.times, **{SHIFT: -ranks})
+            segment.append(**numbers, positions=place.token_index, **{SHIFT: -ranks})
 
-    def _held_keys(self, length: int) -> HeldKeys:
+    def _held(self, length: int) -> tuple[list[Tensor], list[Tensor] | None]:
         keys = [self.read_keys(segment) for segment in self.segments]
         # Values are weighed where they lie by a CPU's single token, and never copied.
         weighs = length == 1 and not ready(self.segments[0].pool.keys)
-        return HeldKeys(keys, None if weighs else [read_values(x) for x in self.segments])
+        return keys, None if weighs else [read_values(segment) for segment in self.segments]
 
     def _over_segment(
         self,
         index: int,
         query: Tensor,
-        held: HeldKeys,
+        keys: list[Tensor],
+        values: list[Tensor] | None,
         call: AttentionCall,
         context: ForwardContext,
     ) -> Tensor:
-        asked = query.to(held.keys[index].dtype)
-        keys, values = held.keys[index], held.values
+        same = query.to(keys[index].dtype)
         if values is None:
             weigh = partial(weigh_values, self.segments[index])
-            return attend_weighing(asked, keys, weigh, call.logits).to(query.dtype)
-        out = self._attend(asked, keys, values[index], call.logits, None, context.causal_bias)
+            return attend_weighing(same, keys[index], weigh, call.logits).to(query.dtype)
+        out = super()._over_segment(index, same, keys, values, call, context)
         return out.to(query.dtype)
 
-    def _observe(
-        self, index: int, segment: Segment, step: AttentionStep, values: Tensor | None = None
-    ) -> Observation:
+    def _observe(self, index: int, segment: Segment, step: AttentionStep) -> Observation:
         if step.values is None:  # values that nobody reads are left empty
             values = read_values(segment) if self.policy.reads_values else segment.empty(0)
-        return super()._observe(index, segment, step, values)
+            step = replace(step, values=[values] * len(self.segments))
+        return super()._observe(index, segment, step)
 
 
 def read_values(segment: Segment) -> Tensor:

@@ -30,7 +30,7 @@ class QuantisedRowSlots(QuantisedKeys, RowSlots):
         quantise.append(
             keys,
             values,
-            block.place.times,
+            block.place.token_index,
             self.pool.named(),
             rows.before,
             self.mean,

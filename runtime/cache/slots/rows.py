@@ -110,8 +110,8 @@ class RowSlots(SlotEngine):
 
     def _write(self, keys: Tensor, values: Tensor, block: PendingBlock) -> Tensor:
         """Write a block; return its values as slots hold them."""
-        keys, times = self._aligned(keys, block), block.place.times
-        append.append(keys, values, times, self.moving, block.rows.before)
+        keys, token_index = self._aligned(keys, block), block.place.token_index
+        append.append(keys, values, token_index, self.moving, block.rows.before)
         return values
 
     def _rows_of(self, block: PendingBlock) -> LayerRows:
@@ -119,8 +119,8 @@ class RowSlots(SlotEngine):
         rows = block.context.rows
         assert rows is not None, "the cache begins a pass with them"
         alone = block.context.blocks == 1
-        found = block.rows = rows.of(self.policy.index, block.length, alone)
-        return found
+        mine = block.rows = rows.of(self.policy.index, block.length, alone)
+        return mine
 
     def _aligned(self, x: Tensor, block: PendingBlock) -> Tensor:
         """Rotate queries or keys [B, H or K, T, D] to the positions behind what their rows hold."""
@@ -179,7 +179,7 @@ class RowSlots(SlotEngine):
         In the pool, or in a copy where other layers share it, then of values only if asked.
         """
         pool, positions = self.pool, self.positions
-        # What is captured before any slot was given up serves after that, too.
+        # What is captured before any eviction serves after that, too.
         rotation = positions.rotation if rows.whole.always else positions.pending
         if rows.copies is None:
             keys = pool.keys
@@ -229,7 +229,7 @@ class RowSlots(SlotEngine):
             key,
             value,
             angles,
-            block.place.times,
+            block.place.token_index,
             buffers,
             call.logits.scale,
             turn,
@@ -267,7 +267,7 @@ class RowSlots(SlotEngine):
     # Evict
 
     def evict(self, step: RowStep) -> None:
-        """Update the policy's state and give up what rows hold above their targets.
+        """Update the policy's state and evict what rows hold above their targets.
 
         Layers that share slots are only scored here, and evict after the pass, all together; see
         `evict_together`.
@@ -282,7 +282,7 @@ class RowSlots(SlotEngine):
             for component in self.eviction.components:
                 kernels.update_rows(component, obs, step.new_values, rows.before.lengths)
             if due:
-                self._give_up(obs, step)
+                self._evict_lowest(obs, step)
         if not due:
             rows.held.copy_(rows.after.lengths)
 
@@ -294,8 +294,8 @@ class RowSlots(SlotEngine):
         waiting = LayerScores(scores, preference, step.length, obs.num_tokens)
         step.rows.whole.waiting.append(waiting)
 
-    def _give_up(self, obs: Observation, step: RowStep) -> None:
-        """Give up the lowest slots that rows hold above their targets.
+    def _evict_lowest(self, obs: Observation, step: RowStep) -> None:
+        """Evict the lowest slots that rows hold above their targets.
 
         Where heads share slots out anew, the device alone knows how many each has; the host reads
         it after the pass, see `RowTable.agreed`.
@@ -338,8 +338,8 @@ class RowSlots(SlotEngine):
         budget, heads = self.eviction.head_budget, self.policy.layout.shape.kv_heads
         if budget is None:
             return []
-        places = [self.policy.placed(segment) for segment in self.segments[:heads]]
-        mine = [budget.policy_of(place, self.eviction.policy) for place in places]
+        heads = [self.policy.placed(segment) for segment in self.segments[:heads]]
+        mine = [budget.policy_of(head, self.eviction.policy) for head in heads]
         device = self.pool.keys.device
         return [
             (policy, torch.tensor([type(x) is type(policy) for x in mine], device=device))
@@ -357,19 +357,26 @@ class RowSlots(SlotEngine):
         return scores
 
     def _divide(self, scores: Tensor, pins: Pins, obs: Observation, rows: LayerRows) -> Division:
-        """Share the layer's slots out among its heads, if any is to give up some.
+        """Share the layer's slots out among its heads, if any is to evict some.
 
         On the device alone, which evicts down to `rows.targets` then.
         """
         layout, budget = self.policy.layout, self.eviction.head_budget
         assert budget is not None
-        places = rows.after, rows.pins, rows.targets
         average = layout.budgets[self.policy.index]
-        found = kernels.divide(
-            budget, scores, obs.positions, pins, *places, average, layout.block_size
+        division = kernels.divide(
+            budget,
+            scores,
+            obs.positions,
+            pins,
+            rows.after,
+            rows.pins,
+            rows.targets,
+            average,
+            layout.block_size,
         )
-        rows.targets.copy_(found.kept)
-        return found
+        rows.targets.copy_(division.kept)
+        return division
 
     def _observe(self, step: RowStep) -> Observation:
         """Show the policy all rows, a block's tokens included."""
