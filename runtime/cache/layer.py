@@ -173,10 +173,10 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, context: ForwardContext | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Append a block [B, K, T, D] without its fillers; return it with a reference to the layer.
+        """Take a block [B, K, T, D] without its fillers; return it with a reference to the layer.
 
-        The registered attention function reads the slots, and nothing of what is returned. No
-        gradient flows through them.
+        `attend` appends it. The registered attention function calls that, and reads nothing of what
+        is returned. No gradient flows through slots.
 
         Raises:
             CacheMismatch: before anything is changed.
@@ -194,10 +194,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             arrived = key_states, value_states
             if length < key_states.shape[2]:
                 arrived = key_states[:, :, :length], value_states[:, :, :length]
-            block = PendingBlock(context, length, arrived, sizes, readers=self.readers)
-            if len(sizes) == 1:
-                self._append(block)
-            self.pending, self.half_read = block, True
+        self.pending = PendingBlock(context, length, arrived, sizes, readers=self.readers)
+        self.half_read = True
         keys = key_states.view_as(key_states)
         keys.kvcap_layer = self  # type: ignore[attr-defined]  # attention_forward finds it here
         return keys, value_states
@@ -211,14 +209,14 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             "one batch size, type and device, also after reset(): make a new BudgetCache"
         )
 
-    def _append(self, block: PendingBlock) -> None:
-        """Write a block into the slots behind those in use."""
-        assert self._like is not None
+    def _read(self, block: PendingBlock, query: Tensor, call: AttentionCall) -> Tensor:
+        """Write a block into the slots behind those in use, attend with it, and evict."""
         assert block.arrived is not None
-        block.place = block.context.place_of(self.seen, block.length, self._like[2])
+        block.place = block.context.place_of(self.seen, block.length, query.device)
         (keys, values), block.arrived = block.arrived, None
         self.engine.append(block, keys, values)
         self.seen = block.place.total_tokens
+        return self.engine.attend(query, block, call)
 
     def read_token(
         self,
@@ -269,7 +267,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         position_ids: Tensor | None,
         expansion: Expansion | None = None,
     ) -> Tensor:
-        """Attend with the pending block's queries [B, H, T, D], then evict; returns [B, H, T, D].
+        """Append the pending block, attend with its queries [B, H, T, D], evict. [B, H, T, D].
 
         It is called once for every layer that reads these slots, first for the layer that owns
         them. All see the same keys, and the last call evicts.
@@ -282,40 +280,34 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             UnsupportedModel: the policy reads the output projection, which cannot be read; or more
                 layers read these slots than the config says.
         """
-        block, engine = self.pending, self.engine
+        block = self.pending
         if block is None:
             raise UnsupportedModel(
                 f"more layers attend to a block than the {self.readers} that are known to read it, "
                 "and its tokens may be evicted by now; run this model with a cache of transformers"
             )
         own = block.readers == self.readers
-        if own and block.context.start is None and self.index == 0:
-            self._check_positions(block, position_ids)
+        if own and block.context.start is None and self.index == 0 and position_ids is not None:
+            self._check_positions(position_ids)
         block.readers -= 1
         if not block.readers:
             self.pending = None
         call = AttentionCall(module, logits, expansion)
         if not own:
-            out = engine.again(query, block, call)
-        elif block.arrived is None:
-            out = engine.attend(query, block, call)
+            out = self.engine.again(query, block, call)
+        elif len(block.sizes) == 1:
+            out = self._read(block, query, call)
         else:
-            outputs = []
-            for part, queries in block.parts(query):
-                self._append(part)
-                outputs.append(engine.attend(queries, part, call).transpose(1, 2))
-            out = torch.cat(outputs, dim=1).transpose(1, 2)
+            parts = [self._read(*part, call).transpose(1, 2) for part in block.parts(query)]
+            out = torch.cat(parts, dim=1).transpose(1, 2)
         self.half_read = self.pending is not None
         return out
 
-    def _check_positions(self, block: PendingBlock, position_ids: Tensor | None) -> None:
-        if position_ids is None:
-            return
-        first = self.seen - (block.length if block.arrived is None else 0)
-        length = position_ids.shape[-1]
-        if bool(
-            (position_ids == torch.arange(first, first + length, device=position_ids.device)).all()
-        ):
+    def _check_positions(self, position_ids: Tensor) -> None:
+        """Refuse positions [1 or B, T] of a block that do not count on from the tokens read."""
+        first, length = self.seen, position_ids.shape[-1]
+        expected = torch.arange(first, first + length, device=position_ids.device)
+        if bool((position_ids == expected).all()):
             return
         self.take_back()
         start = int(position_ids.flatten()[0])

@@ -338,8 +338,8 @@ class RowSlots(SlotEngine):
         budget, heads = self.eviction.head_budget, self.policy.layout.shape.kv_heads
         if budget is None:
             return []
-        heads = [self.policy.placed(segment) for segment in self.segments[:heads]]
-        mine = [budget.policy_of(head, self.eviction.policy) for head in heads]
+        placed = [self.policy.placed(segment) for segment in self.segments[:heads]]
+        mine = [budget.policy_of(head, self.eviction.policy) for head in placed]
         device = self.pool.keys.device
         return [
             (policy, torch.tensor([type(x) is type(policy) for x in mine], device=device))
