@@ -51,6 +51,12 @@ class Allocation:
             pinned, layers = layout.eviction.pins(slots), len(layout.shape.capped)
             self.balance = LayerBalance(budget, slots, layers, pinned)
 
+    def reset(self) -> None:
+        """Count positions as in a new cache, and forget what layers want of each other."""
+        self.compact = self.layout.positions == "compact"
+        if self.balance is not None:
+            self.balance.reset()
+
     @property
     def buffers(self) -> dict[str, Tensor]:
         """Return every allocated tensor, by the name that the layout gives it."""

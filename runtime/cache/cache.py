@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from kvcap.runtime.attention.masks import (
-    OTHER_ATTENTION,
     READY_MADE,
     MaskNote,
     MaskRequest,
@@ -24,13 +22,12 @@ from kvcap.runtime.cache.checkpointing import watch_layers
 from kvcap.runtime.cache.evicted_store import EvictedStore
 from kvcap.runtime.cache.layer import BudgetLayer, LatentLayer, refuse_reordering
 from kvcap.runtime.cache.layer_balance import LayerBalance
-from kvcap.runtime.cache.layout import CacheLayout, usual_positions
+from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.cache.pinned_slots import check_pins, clipped, slots_needed
 from kvcap.runtime.cache.pool import Segment, resize
 from kvcap.runtime.cache.regions import Regions
 from kvcap.runtime.cache.row_table import NoTable, RowPass, RowTable
 from kvcap.runtime.cache.settings import IN_BYTES, CacheSettings, SettingNames
-from kvcap.runtime.cache.slot_format import SlotFormat
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.errors import (
     BlockTooLarge,
@@ -42,9 +39,7 @@ from kvcap.runtime.errors import (
 )
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.memory.cap_guard import CapGuard
-from kvcap.runtime.models.config import ModelShape
-from kvcap.runtime.models.rope import has_m_rope
-from kvcap.runtime.types import ATTENTION, KeptTokens, SlotUse, Span
+from kvcap.runtime.types import KeptTokens, SlotUse, Span
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -63,11 +58,6 @@ HALF_READ = (
 REUSED = (
     "the session that had this cache has ended, and it is another's; make a kvcap.BudgetCache to "
     "run a model by yourself"
-)
-_IMAGES = (
-    "count one position a token, and this model gives tokens of images three (M-RoPE), which an "
-    "eviction would move apart; use positions='true', or for text alone kvcap.cap(model) or the "
-    "config of its text model, model.config.get_text_config(decoder=True)"
 )
 
 
@@ -96,31 +86,14 @@ class BudgetCache(Cache):  # type: ignore[misc]
         settings = CacheSettings.of(given, named, "budget_tokens", "block_size", "policy")
         if settings.kv_budget is not None:
             raise PlanInfeasible(IN_BYTES.format(f"kv_budget={settings.kv_budget!r}"))
-        tokens, block = settings.sizes
-        settings = replace(settings, block_size=block)
-        positions, kv_dtype = settings.positions, settings.kv_dtype
-        wrapper, config = config, config.get_text_config(decoder=True)
-        if wrapper is not config and has_m_rope(config):
-            if positions not in (None, "true"):
-                raise UnsupportedModel(f"positions={positions!r} {_IMAGES}")
-            positions = "true"
-        self.eviction = settings.eviction
-        self.block_size, self.evict_every = block, settings.evict_every or 1
-        shape = ModelShape.of(config, tokens + block)
-        if (attention := getattr(config, "_attn_implementation", None)) not in (None, ATTENTION):
-            raise UnsupportedModel(OTHER_ATTENTION.format(attention))
-        slot_format = SlotFormat.of(kv_dtype)
-        if positions is None:
-            moves = shape.can_be_compact(tokens + block)
-            positions = usual_positions(slot_format.unrotated) if moves else "true"
-        self.layout = CacheLayout(shape, self.eviction, tokens, block, positions, slot_format)
-        self.eviction = self.layout.eviction
-        self.eviction.check(tokens, len(shape.capped), shape.kv_heads)
+        layout = self.layout = CacheLayout.of(config, settings)
+        self.eviction, shape = layout.eviction, layout.shape
+        self.block_size, self.evict_every = layout.block_size, settings.evict_every or 1
         self.context = ForwardContext()
         """Describes the forward pass that is running."""
         self.pinned_spans: list[tuple[int, int]] = []
         """Holds the spans [start, stop) of tokens read that are never evicted; see `pin`."""
-        self.regions = Regions(tokens)
+        self.regions = Regions(layout.budget_tokens)
         """Holds the parts of a conversation that leave before or after others."""
         self.unread: tuple[int, int] | None = None
         """Holds an answer's last token and the number of tokens before it, until it is read.
@@ -145,7 +118,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             "get_recurrent_state",
             "update_recurrent_state",
         )
-        self.allocation = Allocation(self.layout, self.evict_every)
+        self.allocation = Allocation(layout, self.evict_every)
         self._first = next(i for i, layer in enumerate(shape.layers) if layer.kind != "none")
         self.state_layers = {i: self._state_layer(i) for i in shape.recurrent}
         """Holds the recurrent layers, or halves of layers, by their index in the model."""
@@ -260,8 +233,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self._reading, self._mask.length = tokens, None
         if self.context.start is None:  # the block loop has checked what transformers has not
             self._check_counted(tokens)
-        if (context := self.context).sizes is None:
-            context.sizes = self.admit(context.tokens or tokens, context.blocks)
+        context = self.context
+        context.sizes = context.sizes or self.admit(context.tokens or tokens, context.blocks)
 
     def _check_counted(self, tokens: int) -> None:
         """Prepare for a pass whose positions transformers counts."""
@@ -692,12 +665,10 @@ class BudgetCache(Cache):  # type: ignore[misc]
         super().reset()
         for state in self.state_layers.values():  # those beside slots are none of the layers
             state.reset()
-        if self.balance is not None:
-            self.balance.reset()
+        self.allocation.reset()
         self.set_pins(())
         self.unread = None
         self._mask.length = None
-        self.allocation.compact = self.layout.positions == "compact"
         self.changed_by_host()
         for pool in {id(s.pool): s.pool for s in self.allocation.segments}.values():
             mine = [(c.index, s) for c in self.capped_layers for s in c.segments if s.pool is pool]

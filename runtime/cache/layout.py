@@ -10,18 +10,20 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from kvcap.policies import Eviction
+from kvcap.runtime.attention.masks import OTHER_ATTENTION
 from kvcap.runtime.cache.pool import SHIFT
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.cache.slot_format import SlotFormat
 from kvcap.runtime.cache.slot_numbers import Shapes
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.models.config import ModelShape
-from kvcap.runtime.models.rope import Rope, table_dtype
-from kvcap.runtime.types import DEFAULT_POSITIONS, Positions
+from kvcap.runtime.models.rope import Rope, has_m_rope, table_dtype
+from kvcap.runtime.types import ATTENTION, DEFAULT_POSITIONS, Positions
 
 PARTS = (
     "keys_values",
@@ -35,6 +37,13 @@ PARTS = (
 )
 EVICTED = {"score": torch.float32, SHIFT: torch.int32}
 """Lists the auxiliary tensors of kept evicted tokens, by type: their score and their shift."""
+
+
+IMAGES = (
+    "count one position a token, and this model gives tokens of images three (M-RoPE), which an "
+    "eviction would move apart; use positions='true', or for text alone kvcap.cap(model) or the "
+    "config of its text model, model.config.get_text_config(decoder=True)"
+)
 
 
 class BufferSpec(NamedTuple):
@@ -67,6 +76,32 @@ class CacheLayout:
     block_size: int  # T
     positions: Positions
     slot_format: SlotFormat = field(default_factory=SlotFormat)
+
+    @classmethod
+    def of(cls, config: Any, settings: CacheSettings) -> CacheLayout:
+        """Return the layout of a cache for the model of a config, which may be a wrapper's.
+
+        Raises:
+            UnsupportedModel: the model or its positions cannot be capped, or its attention is not
+                kvcap's.
+            PolicyError: the policy's pins do not fit the budget.
+        """
+        (tokens, block), positions = settings.sizes, settings.positions
+        text = config.get_text_config(decoder=True)
+        if text is not config and has_m_rope(text):
+            if positions not in (None, "true"):
+                raise UnsupportedModel(f"positions={positions!r} {IMAGES}")
+            positions = "true"
+        shape = ModelShape.of(text, tokens + block)
+        if (attention := getattr(text, "_attn_implementation", None)) not in (None, ATTENTION):
+            raise UnsupportedModel(OTHER_ATTENTION.format(attention))
+        slot_format = SlotFormat.of(settings.kv_dtype)
+        if positions is None:
+            moves = shape.can_be_compact(tokens + block)
+            positions = usual_positions(slot_format.unrotated) if moves else "true"
+        layout = cls(shape, settings.eviction, tokens, block, positions, slot_format)
+        layout.eviction.check(tokens, len(shape.capped), shape.kv_heads)
+        return layout
 
     def __post_init__(self) -> None:
         # Whatever runs a model makes a layout, and it knows the budget and the heads.

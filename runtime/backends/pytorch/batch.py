@@ -51,6 +51,15 @@ class Begun:
     error: Exception | None = None  # why it failed
 
 
+@dataclass
+class Lease:
+    """A record of a row that a session has while it answers."""
+
+    cache: BudgetCache  # the session's own
+    first: int  # tokens of the session, from its first on, that are never evicted
+    ahead: int = 0  # the rows' counter minus the session's
+
+
 class SessionRows:
     """A cache for several sessions, each of which has a row of its slots.
 
@@ -70,9 +79,7 @@ class SessionRows:
             for name, buffer in cache.allocation.buffers.items()
             if not name.startswith("rotation.")  # a table that all share
         }
-        self._taken: dict[int, BudgetCache] = {}  # by row: the cache of its session
-        self._ahead: dict[int, int] = {}  # by row: the rows' counter minus its session's
-        self._first: dict[int, int] = {}  # by row: how many first tokens are never evicted
+        self._leases: dict[int, Lease] = {}  # by row
         self._begun: Begun | None = None
         self.asynchronous = model.device.type == "cuda"
         """Says whether `begin` returns before a pass is computed; see `TokenReader`."""
@@ -105,17 +112,16 @@ class SessionRows:
         if self._row_of(own) is not None:
             return
         assert self._begun is None, "rows are given between passes"
-        row = next(row for row in range(self.size) if row not in self._taken)
+        row = next(row for row in range(self.size) if row not in self._leases)
         with interrupts_deferred():
-            if not self._taken or own.seen > self.cache.seen:
+            if not self._leases or own.seen > self.cache.seen:
                 self._count_from(max(own.seen, self.cache.seen))
+            lease = Lease(own, self._first_pinned(own) or 0)
             self._copy(row, own, into_row=True)
-            self._first[row] = self._first_pinned(own) or 0
-            self._ahead[row] = self.cache.seen - own.seen
-            self._move(row, self._ahead[row])
-            self._taken[row] = own
-            self._place(row, own)
-            session.cache_away = partial(self._give_back, row, own)
+            self._move(row, lease, self.cache.seen - own.seen)
+            self._leases[row] = lease
+            self._place(row, lease)
+            session.cache_away = partial(self._give_back, row, lease)
 
     def begin(self, answers: list[Answer], tokens: list[int]) -> Callable[[], list[Any]]:
         """Begin to read the token of each of these, which have rows; see `TokenReader.begin`.
@@ -131,8 +137,8 @@ class SessionRows:
             rows.append(row)
             if answer.step.sampler is not None:
                 samplers[row] = answer.step.sampler
-        for row in self._taken.keys() - set(rows):
-            self._give_back(row, self._taken[row])
+        for row in self._leases.keys() - set(rows):
+            self._give_back(row, self._leases[row])
         begun = self._begun = Begun(rows, set(samplers), set(rows))
         with interrupts_deferred():
             self._ids.copy_(torch.tensor(ids)[:, None], non_blocking=True)
@@ -171,19 +177,19 @@ class SessionRows:
         begun = self._begun
         assert begun is not None
         begun.uncounted.remove(row)
+        cache = self._leases[row].cache
         if begun.error is None:
-            for layer in self._taken[row].capped_layers:
+            for layer in cache.capped_layers:
                 layer.advance(1)
         else:
-            cache = self._taken[row]
             self._free(row)
             cache.reset()
 
     def _row_of(self, own: BudgetCache) -> int | None:
         """Return the row of the session that has this cache; None: it has none."""
-        return next((row for row, cache in self._taken.items() if cache is own), None)
+        return next((row for row, lease in self._leases.items() if lease.cache is own), None)
 
-    def _give_back(self, row: int, own: BudgetCache) -> None:
+    def _give_back(self, row: int, lease: Lease) -> None:
         """Copy a row's slots back into its session's cache, and free the row; do nothing again.
 
         A session calls it by its `cache_away`, as rows know caches and no sessions.
@@ -191,14 +197,14 @@ class SessionRows:
         with interrupts_deferred():
             if self._begun is not None and row in self._begun.uncounted:
                 self._count(row)
-            if self._taken.get(row) is not own:
+            if self._leases.get(row) is not lease:
                 return
-            self._move(row, -self._ahead[row])
-            self._copy(row, own, into_row=False)
+            self._move(row, lease, -lease.ahead)
+            self._copy(row, lease.cache, into_row=False)
             self._free(row)
 
     def _free(self, row: int) -> None:
-        del self._taken[row], self._ahead[row], self._first[row]
+        del self._leases[row]
         for segment in self._segments(row):  # passes read free rows, too, with no slots in use
             segment.held = segment.first_pinned = 0
         self.cache.changed_by_host()
@@ -222,13 +228,13 @@ class SessionRows:
             return 0
         return spans[0][1] if len(spans) == 1 and spans[0][0] == 0 else None
 
-    def _place(self, row: int, own: BudgetCache) -> None:
+    def _place(self, row: int, lease: Lease) -> None:
         """Give a row's segments the sizes, the slots in use and the pins of its session's."""
-        theirs = (segment for layer in own.capped_layers for segment in layer.segments)
+        theirs = (segment for layer in lease.cache.capped_layers for segment in layer.segments)
         for mine, its in zip(self._segments(row), theirs, strict=True):
             mine.start = row * (mine.pool.slots // self.size) + its.start
             mine.budget, mine.target_length, mine.held = its.budget, its.target_length, its.held
-            mine.first_pinned = self._first[row] if own.pinned_spans else 0
+            mine.first_pinned = lease.first if lease.cache.pinned_spans else 0
         self.cache.enable_rotation()
         self.cache.changed_by_host()
 
@@ -241,18 +247,18 @@ class SessionRows:
             else:
                 its.copy_(mine)
 
-    def _move(self, row: int, by: int) -> None:
+    def _move(self, row: int, lease: Lease, by: int) -> None:
         """Raise the positions of a row's tokens by `by`, but not of pinned first tokens."""
+        lease.ahead += by
         for name, rows in self._named.items():
             if by and name.endswith(".positions"):
-                rows[row].add_((rows[row] >= self._first[row]) * by)
+                rows[row].add_((rows[row] >= lease.first) * by)
 
     def _count_from(self, seen: int) -> None:
         """Raise the rows' counter to `seen`, and the positions of all rows with it."""
         later = seen - self.cache.seen
-        for row in self._taken:
-            self._move(row, later)
-            self._ahead[row] += later
+        for row, lease in self._leases.items():
+            self._move(row, lease, later)
         self.cache.counters = [(seen, held) for _, held in self.cache.counters]
 
 

@@ -132,12 +132,11 @@ class Truth:
         self.arrived: dict[int, list[tuple[Tensor, Tensor]]] = {}  # of each layer, token by token
         self.means: dict[int, Tensor] = {}
         self.attended = 0
-        append, attend_of, again_of = BudgetLayer._append, EagerSlots.attend, EagerSlots.again
+        read_of, attend_of, again_of = BudgetLayer._read, EagerSlots.attend, EagerSlots.again
 
-        def _append(layer: BudgetLayer, block: Any) -> None:
+        def read(layer: BudgetLayer, block: Any, query: Tensor, call: Any) -> Tensor:
             keys, values = (x.double().clone() for x in block.arrived)
             before = layer.seen
-            append(layer, block)
             start = before if block.context.start is None else block.context.start
             if layer.rotates:
                 at = start + torch.arange(block.length)
@@ -147,6 +146,7 @@ class Truth:
             tokens = self.arrived.setdefault(layer.index, [])
             tokens[before:] = [(keys[:, :, t], values[:, :, t]) for t in range(block.length)]
             block.layer = layer
+            return read_of(layer, block, query, call)
 
         def attend(engine: Any, query: Tensor, block: Any, call: Any) -> Tensor:
             layer = block.layer
@@ -162,7 +162,7 @@ class Truth:
             self.check(block.layer, query, out, block, call)
             return out
 
-        monkeypatch.setattr(BudgetLayer, "_append", _append)
+        monkeypatch.setattr(BudgetLayer, "_read", read)
         monkeypatch.setattr(EagerSlots, "attend", attend)
         monkeypatch.setattr(EagerSlots, "again", again)
 
