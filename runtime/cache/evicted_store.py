@@ -97,8 +97,8 @@ class EvictedStore:
 
         Both are summed over query heads and sequences.
         """
-        found: list[int] = self._counts.sum((0, 1)).tolist()
-        return found
+        counts: list[int] = self._counts.sum((0, 1)).tolist()
+        return counts
 
     @counts.setter
     def counts(self, counts: Sequence[int]) -> None:
@@ -255,10 +255,10 @@ class EvictedStore:
         """
         if self.rotation is None:
             return [place.aux(SHIFT) for place in self.evicted]
-        found = []
+        made_at = []
         for segment, place in zip(segments, self.evicted, strict=True):
-            found.append(_ranks(place.positions, segment.positions) + place.aux(SHIFT))
-        return found
+            made_at.append(_ranks(place.positions, segment.positions) + place.aux(SHIFT))
+        return made_at
 
     def become_compact(self, segments: Sequence[Segment], rotation: Rotation) -> None:
         """Move evicted tokens from true positions to compact ones, as `segments` are moved.

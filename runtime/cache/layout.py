@@ -209,13 +209,13 @@ class CacheLayout:
         layers, heads = len(self.shape.capped), self.shape.kv_heads
         if self.pooled:
             return layers * self.budget_tokens
-        found = 0
+        longest = 0
         for run in (self.eviction, replace(self.eviction, sink_tokens=0, sinks_yield=False)):
             if run.heads_move:
-                found = max(found, heads * max(run.split(self.budget_tokens, layers)))
+                longest = max(longest, heads * max(run.split(self.budget_tokens, layers)))
             else:
-                found = max(found, *map(max, run.allot(self.budget_tokens, layers, heads)))
-        return found
+                longest = max(longest, *map(max, run.allot(self.budget_tokens, layers, heads)))
+        return longest
 
     @cached_property
     def rotates(self) -> list[bool]:
@@ -277,28 +277,28 @@ class CacheLayout:
 
         `dtype` is the type of keys and values.
         """
-        found: dict[str, BufferSpec] = {}
+        specs: dict[str, BufferSpec] = {}
         size = self.shape.head_size
         for number, layers in enumerate(self.pools):
             slots = sum(self.slots(index, batch) for index in layers)
             shapes = self.slot_format.shapes(size, dtype)
             if self.shape.latent is not None:  # values are part of keys
                 del shapes["values"]
-            found |= _slots(f"pool.{number}", slots, shapes, self.aux(layers))
+            specs |= _slots(f"pool.{number}", slots, shapes, self.aux(layers))
         for index in range(len(self.budgets)):
             if self.centred(index):
                 mean = (batch, self.shape.kv_heads, size)
-                found[f"mean.{index}.keys"] = BufferSpec("keys_values", mean, torch.float32)
+                specs[f"mean.{index}.keys"] = BufferSpec("keys_values", mean, torch.float32)
             if length := self.window_length:
                 queries = (batch, self.shape.heads, length, size)
                 shifts = (batch, self.shape.kv_heads, length)
-                found[f"window.{index}.queries"] = BufferSpec("query_window", queries, dtype)
-                found[f"window.{index}.shift"] = BufferSpec("query_window", shifts, torch.int32)
+                specs[f"window.{index}.queries"] = BufferSpec("query_window", queries, dtype)
+                specs[f"window.{index}.shift"] = BufferSpec("query_window", shifts, torch.int32)
             if (corrector := self.eviction.corrector) is not None:
                 slots = batch * self.shape.kv_heads * (corrector.size + self.block_size)
                 shapes = SlotFormat().shapes(size, dtype)
                 kept = _slots(f"evicted.{index}", slots, shapes, EVICTED)
-                found |= {name: spec._replace(part="evicted_store") for name, spec in kept.items()}
+                specs |= {name: spec._replace(part="evicted_store") for name, spec in kept.items()}
                 query = (batch, self.shape.heads, 1, size)
                 for name, shape, kind in (
                     ("query", query, dtype),
@@ -306,44 +306,44 @@ class CacheLayout:
                     ("lse", query[:3], torch.float32),
                     ("counts", (*query[:2], 2), torch.int64),
                 ):
-                    found[f"evicted.{index}.{name}"] = BufferSpec("policy_state", shape, kind)
+                    specs[f"evicted.{index}.{name}"] = BufferSpec("policy_state", shape, kind)
         if self.rope is not None and self.rope.inv_freq is not None and self.rotation_span:
             table = (self.rotation_span, 2, len(self.rope.inv_freq))
-            found["rotation.table"] = BufferSpec("rotation_table", table, table_dtype(dtype))
+            specs["rotation.table"] = BufferSpec("rotation_table", table, table_dtype(dtype))
         for index in self.shape.recurrent:
             for state in self.shape.layers[index].states:
                 numbers = (batch, *state.shape)
                 spec = BufferSpec("state_layers", numbers, state.dtype(dtype))
-                found[f"state.{index}.{state.name}"] = spec
-        return found
+                specs[f"state.{index}.{state.name}"] = spec
+        return specs
 
     def nbytes(self, batch: int, dtype: torch.dtype) -> dict[str, int]:
         """Return the exact bytes of every part for `batch` sequences, sliding layers included."""
         sliding = [self.shape.layers[i] for i in self.shape.of_kind("sliding")]
-        found = dict.fromkeys(PARTS, 0)
+        by_part = dict.fromkeys(PARTS, 0)
         for spec in self.buffers(batch, dtype).values():
-            found[spec.part] += spec.nbytes
-        found["sliding_layers"] = sum(
+            by_part[spec.part] += spec.nbytes
+        by_part["sliding_layers"] = sum(
             batch * (layer.window - 1 + self.block_size) * layer.numbers * dtype.itemsize
             for layer in sliding
             if layer.window is not None
         )
-        return found
+        return by_part
 
 
 def _slots(
     place: str, slots: int, shapes: Shapes, aux: Mapping[str, torch.dtype]
 ) -> dict[str, BufferSpec]:
     """List the buffers of a `SlotPool`, whose slots have keys and values of these shapes."""
-    found = {
+    specs = {
         name: BufferSpec("keys_values", (slots, *shape), kind)
         for name, (shape, kind) in shapes.items()
     }
-    found["positions"] = BufferSpec("slot_positions", (slots,), torch.int32)
+    specs["positions"] = BufferSpec("slot_positions", (slots,), torch.int32)
     for name, kind in aux.items():
         part = "slot_positions" if name == SHIFT else "policy_state"
-        found[name] = BufferSpec(part, (slots,), kind)
-    return {f"{place}.{name}": spec for name, spec in found.items()}
+        specs[name] = BufferSpec(part, (slots,), kind)
+    return {f"{place}.{name}": spec for name, spec in specs.items()}
 
 
 def usual_positions(unchanging: bool = False) -> Positions:

@@ -50,12 +50,12 @@ class PolicyGuard:
         """
         if is_own(policy):
             return kernels.score(policy, obs)
-        found = self._run("score", policy.score, obs)
-        if not isinstance(found, Tensor):
-            self._refuse("score", f"gave {type(found).__name__}; expected a tensor [B, K, n]")
-        if _is_known(found) and bool(found.isnan().any()):
+        scores = self._run("score", policy.score, obs)
+        if not isinstance(scores, Tensor):
+            self._refuse("score", f"gave {type(scores).__name__}; expected a tensor [B, K, n]")
+        if _is_known(scores) and bool(scores.isnan().any()):
             self._refuse("score", "gave NaN; expected a number for every slot (infinity will do)")
-        return found
+        return scores
 
     def update(self, component: Component, obs: Observation) -> dict[str, Tensor]:
         """Return the new values of a component's state, as `kernels.update` does.
@@ -65,16 +65,16 @@ class PolicyGuard:
         """
         if is_own(component):
             return kernels.update(component, obs)
-        found = self._run("update", component.update, obs)
+        state = self._run("update", component.update, obs)
         shape = obs.positions.shape
         expected = f"tensors {list(component.state)}, each [B, K, n] = {list(shape)}"
-        if not isinstance(found, Mapping):
-            self._refuse("update", f"gave {type(found).__name__}; expected a mapping of {expected}")
-        for name, values in found.items():
+        if not isinstance(state, Mapping):
+            self._refuse("update", f"gave {type(state).__name__}; expected a mapping of {expected}")
+        for name, values in state.items():
             given = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
             if name not in component.state or given != list(shape):
                 self._refuse("update", f"gave {name!r} of {given}; expected {expected}")
-        return dict(found)
+        return dict(state)
 
     def _run(self, what: str, call: Callable[[Observation], Any], obs: Observation) -> Any:
         """Run a component's own code on an observation, and refuse it if it wrote into that."""
@@ -83,7 +83,7 @@ class PolicyGuard:
         watched |= {f"state[{name!r}]": values for name, values in seen.state.items()}
         before = {name: _writes(values) for name, values in watched.items()}
         try:
-            found = call(seen)
+            result = call(seen)
         except (PolicyError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -95,7 +95,7 @@ class PolicyGuard:
         for name, values in watched.items():
             if _writes(values) != before[name]:
                 self._refuse(what, f"wrote into obs.{name}, which is the cache's; make new tensors")
-        return found
+        return result
 
     def _limited(self, obs: Observation) -> Observation:
         """Return the observation without the parts that no component declared.

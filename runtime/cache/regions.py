@@ -96,7 +96,7 @@ class Regions:
         self.add({kind: clipped(spans, seen) for kind, spans in known.items()})
 
     def _weigh(self) -> None:
-        found = list[Region]()
+        regions = list[Region]()
         for kind, (tier, share, newest) in WEIGHTS.items():
             most = max(1, int(self._budget * share))
             for start, stop in self._spans.get(kind, ()) if tier else ():
@@ -104,8 +104,8 @@ class Regions:
                     start = max(start, stop - most)
                 elif tier > 0:
                     stop = min(stop, start + most)
-                found.append((start, stop, tier))
-        self.weighed = tuple(found)
+                regions.append((start, stop, tier))
+        self.weighed = tuple(regions)
 
 
 def tiers_of(tokens: Sequence[int], regions: Iterable[Region]) -> list[int]:

@@ -86,21 +86,21 @@ class SlotFormat:
 
     def written(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """Return the tensors to write for keys and values [..., D], by the names of `shapes`."""
-        found = dict[str, Tensor]()
+        tensors = dict[str, Tensor]()
         if self.keys is not None and self.keys is self.values:  # at once, in half the operations
             both = self.keys.quantise(torch.stack((keys.float(), values.float())))
             for i, name in enumerate(("key", "value")):
-                found |= {
+                tensors |= {
                     f"{name}_{part}" if part else f"{name}s": x[i] for part, x in both.items()
                 }
-            return found
+            return tensors
         for name, numbers, x in (("key", self.keys, keys), ("value", self.values, values)):
             if numbers is None:
-                found[f"{name}s"] = x
+                tensors[f"{name}s"] = x
                 continue
             for part, tensor in numbers.quantise(x).items():
-                found[f"{name}_{part}" if part else f"{name}s"] = tensor
-        return found
+                tensors[f"{name}_{part}" if part else f"{name}s"] = tensor
+        return tensors
 
     @staticmethod
     def parts(name: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -272,17 +272,17 @@ class Cap:
             return None
         parts = [*call.earlier, _Hidden.of(output)]
         last = torch.cat([part.last for part in parts], dim=1)
-        found: dict[str, Any] = {"last_hidden_state": last}
+        named: dict[str, Any] = {"last_hidden_state": last}
         if call.cached:
-            found |= cache_argument(decoder, cache)
+            named |= cache_argument(decoder, cache)
         states = [part.states for part in parts if part.states is not None]
         if states:
-            found["hidden_states"] = tuple(torch.cat(x, dim=1) for x in zip(*states, strict=True))
+            named["hidden_states"] = tuple(torch.cat(x, dim=1) for x in zip(*states, strict=True))
         routed = [part.routed for part in parts if part.routed is not None]
         if routed:
             layers = zip(*routed, strict=True)
-            found["router_logits"] = tuple(_joined(x, len(last)) for x in layers)
-        joined = type(output)(**found)
+            named["router_logits"] = tuple(_joined(x, len(last)) for x in layers)
+        joined = type(output)(**named)
         return joined.to_tuple() if call.as_tuple else joined
 
     def _cache_for(self, given: dict[str, Any]) -> BudgetCache | None:
@@ -347,12 +347,12 @@ class Cap:
     ) -> None:
         """Refuse, before anything is read, a mask or positions that blocks cannot have."""
         length = tokens.shape[1]
-        mask, places = given.get("attention_mask"), given.get("position_ids")
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
             raise PaddingUnsupported(READY_MADE)
         check({"attention_mask": mask, "q_length": length}, cache.seen)
         expected = torch.arange(cache.seen, cache.seen + length, device=tokens.device)
-        if places is not None and not bool((places == expected).all()):
+        if positions is not None and not bool((positions == expected).all()):
             raise PositionMismatch(
                 f"position_ids do not count on from the {cache.seen} tokens that were read; leave "
                 "them out, the cache keeps count. Packed sequences need a call each"
@@ -408,5 +408,5 @@ def _text_alone(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
 def _needs_all(model: Any, given: dict[str, Any]) -> bool:
     """Return whether a call, or the model's config, asks for results of all tokens."""
     names = ("output_hidden_states", "output_router_logits")
-    asked = (given.get(name, getattr(model.config, name, None)) for name in names)
-    return given.get("labels") is not None or any(asked)
+    wanted = (given.get(name, getattr(model.config, name, None)) for name in names)
+    return given.get("labels") is not None or any(wanted)

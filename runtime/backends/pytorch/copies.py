@@ -25,8 +25,8 @@ class CopiedFile(SessionFile):
 
     def tensor(self, name: str) -> Tensor:
         """Return a copy of one tensor."""
-        found: Tensor = self._tensors[name].clone()
-        return found
+        tensor: Tensor = self._tensors[name].clone()
+        return tensor
 
 
 def copied(cache: BudgetCache) -> CacheCopy:

@@ -135,8 +135,8 @@ class SavedLayers:
 
     def tensor(self, index: int, name: str) -> Tensor:
         """Return one tensor of a layer."""
-        found: Tensor = self.file.tensor(f"layers.{index}.{name}")
-        return found
+        tensor: Tensor = self.file.tensor(f"layers.{index}.{name}")
+        return tensor
 
     def window(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a layer's kept queries and their shifts, with zeros before the first token.
@@ -150,8 +150,8 @@ class SavedLayers:
 
     def sliding(self, index: int, name: str) -> Tensor:
         """Return the keys or values of a native sliding layer."""
-        found: Tensor = self.file.tensor(f"sliding.{index}.{name}")
-        return found
+        tensor: Tensor = self.file.tensor(f"sliding.{index}.{name}")
+        return tensor
 
     def _check(self, index: int, saved: dict[str, Any]) -> None:
         shape, layer = self.cache.layout.shape, self.cache.capped_layers[index]
@@ -210,15 +210,15 @@ class SavedLayers:
         assert kept is not None
         what = f"layer {index}'s evicted tokens"
         self.demand(len(counts) == len(rows) and max(counts) <= self.seen, what)
-        found = {
+        tensors = {
             name: self._take(index, f"evicted.{name}", (sum(counts), *like.shape[1:]), like.dtype)
             for name, like in kept.pool.named().items()
             if name != SHIFT
         }
-        found["made_at"] = self._take(index, "evicted.made_at", (sum(counts),), torch.int32)
-        finite = all(bool(found[name].isfinite().all()) for name in ("keys", "values"))
-        self.demand(finite and not bool(found["score"].isnan().any()), what)
-        times, made_at = found["positions"], found["made_at"]
+        tensors["made_at"] = self._take(index, "evicted.made_at", (sum(counts),), torch.int32)
+        finite = all(bool(tensors[name].isfinite().all()) for name in ("keys", "values"))
+        self.demand(finite and not bool(tensors["score"].isnan().any()), what)
+        times, made_at = tensors["positions"], tensors["made_at"]
         self.demand(bool(((times >= 0) & (times < self.seen)).all()), what)
         pairs = zip(rows, times.split(counts), strict=True)
         ranks = torch.cat([_ranks(row, evicted) for row, evicted in pairs])
@@ -235,8 +235,8 @@ class SavedLayers:
             own, dtype = self.cache.layout.shape.layers[index], _dtype(self.cache.capped_layers[0])
             wanted = (1, own.kv_heads, min(window - 1, self.seen), own.head_size)
             for name in ("keys", "values"):
-                found = self.file.taken(f"sliding.{index}.{name}", wanted, dtype)
-                self.demand(bool(found.isfinite().all()), f"sliding layer {index}")
+                tensor = self.file.taken(f"sliding.{index}.{name}", wanted, dtype)
+                self.demand(bool(tensor.isfinite().all()), f"sliding layer {index}")
 
     def states(self, index: int) -> dict[str, Tensor]:
         """Return the states of a recurrent layer by name."""
@@ -248,15 +248,15 @@ class SavedLayers:
             dtype = _dtype(self.cache.capped_layers[0])
             for state in self.cache.layout.shape.layers[index].states:
                 wanted = (1, *state.shape)
-                found = self.file.taken(f"state.{index}.{state.name}", wanted, state.dtype(dtype))
-                self.demand(bool(found.isfinite().all()), f"recurrent layer {index}")
+                tensor = self.file.taken(f"state.{index}.{state.name}", wanted, state.dtype(dtype))
+                self.demand(bool(tensor.isfinite().all()), f"recurrent layer {index}")
 
     def _finite(self, tensor: Tensor, index: int) -> None:
         self.demand(bool(tensor.isfinite().all()), f"layer {index}'s keys, values or queries")
 
     def _take(self, index: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        found: Tensor = self.file.taken(f"layers.{index}.{name}", shape, dtype)
-        return found
+        tensor: Tensor = self.file.taken(f"layers.{index}.{name}", shape, dtype)
+        return tensor
 
 
 def _dtype(layer: BudgetLayer) -> torch.dtype:
@@ -336,7 +336,7 @@ class Refill:
     def _saved_budgets(self, layer: BudgetLayer, fresh: list[int]) -> list[int]:
         """Return the saved budgets of a layer's segments; refuse those that it cannot have."""
         saved, layout = self.saved.layers[layer.index], self.cache.layout
-        found = []
+        kept = []
         for s in layer.segments:
             rows = slice(s.head, s.head + s.heads)
             for row in (saved["held"][rows], saved["budgets"][rows], saved["stays"][rows]):
@@ -344,15 +344,15 @@ class Refill:
             budget = saved["budgets"][s.head]
             fits = saved["held"][s.head] <= budget + s.block and saved["stays"][s.head] <= budget
             self.saved.demand(fits, f"layer {layer.index}'s slots")
-            found.append(budget)
+            kept.append(budget)
         if layout.pooled:
             total = [sum(x["budgets"][0] for x in self.saved.layers), len(self.saved.layers)]
             self.saved.demand(total[0] == total[1] * layout.budget_tokens, "the layers' slots")
         else:
             moves = layout.eviction.heads_move
-            same = sum(found) == sum(fresh) if moves else found == fresh
+            same = sum(kept) == sum(fresh) if moves else kept == fresh
             self.saved.demand(same, f"layer {layer.index}'s slots")
-        return found
+        return kept
 
     def _fill(self, layer: BudgetLayer) -> None:
         """Restore a layer: its slots, its window of queries and its evicted tokens."""
@@ -390,9 +390,9 @@ class Refill:
         kept = layer.engine.evicted_store
         assert kept is not None
         held, counts = saved["evicted"], saved["counts"]
-        places = kept.evicted
-        alike = all(len(set(held[s.head : s.head + s.heads])) == 1 for s in places)
-        if not alike or any(held[s.head] > s.budget for s in places):
+        stored = kept.evicted
+        alike = all(len(set(held[s.head : s.head + s.heads])) == 1 for s in stored)
+        if not alike or any(held[s.head] > s.budget for s in stored):
             return  # a smaller store begins anew
         rows = self._split(layer.index, "evicted", kept.pool, held)
         made_at = self.saved.tensor(layer.index, "evicted.made_at")
@@ -400,7 +400,7 @@ class Refill:
             return  # so does one whose keys the smaller table of rotations does not reach
         for row, rotated_to in zip(rows, made_at.split(held), strict=True):
             row[SHIFT] = rotated_to
-        for s, segment in zip(places, layer.segments, strict=True):
+        for s, segment in zip(stored, layer.segments, strict=True):
             s.held = held[s.head]
             for k, row in enumerate(rows[s.head : s.head + s.heads]):
                 if self.saved.moved(layer):

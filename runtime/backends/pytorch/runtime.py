@@ -126,8 +126,8 @@ class Runtime:
 
         def rows(ids: Sequence[int]) -> Vectors:
             with torch.inference_mode():
-                found = table(torch.tensor(list(ids), dtype=torch.long, device=device))
-                return cast(Vectors, found.float().cpu().numpy())
+                vectors = table(torch.tensor(list(ids), dtype=torch.long, device=device))
+                return cast(Vectors, vectors.float().cpu().numpy())
 
         encode = partial(encode_with, self.tokenizer, follows=True)
         return Meaning(rows, encode, self.vocabulary)
@@ -135,8 +135,8 @@ class Runtime:
     @cached_property
     def generation(self) -> GenerationConfig:
         """Return the model's own settings of generation, with all tokens that end an answer."""
-        found = settings.copied(self.model.generation_config)
-        return with_ends(self.tokenizer, found, self.model.config.get_text_config(decoder=True))
+        config = settings.copied(self.model.generation_config)
+        return with_ends(self.tokenizer, config, self.model.config.get_text_config(decoder=True))
 
     @property
     def cap_bytes(self) -> int:
@@ -414,10 +414,10 @@ class Runtime:
             PolicyError: the policy pins more.
         """
         check_size("budget_tokens", tokens)
-        found = self._replanned(replace(self.settings, budget_tokens=tokens))
+        runtime = self._replanned(replace(self.settings, budget_tokens=tokens))
         if self.memory_cap is not None:  # what the process took without a cache is known
-            fitting(replace(found.plan, baseline=self.plan.baseline), self.memory_cap)
-        return found
+            fitting(replace(runtime.plan, baseline=self.plan.baseline), self.memory_cap)
+        return runtime
 
     def _replanned(self, settings: CacheSettings) -> Runtime:
         """Return a runtime of this model and its weights under a new plan for `settings`."""

@@ -79,8 +79,8 @@ class Sampler:
                     f"{name}={value} needs a cache that can be reordered or run twice; evicted "
                     f"tokens cannot come back. Use {name}={neutral}"
                 )
-        found = {name: getattr(config, name, None) for name in NOT_READ}
-        if ignored := [f"{k}={v}" for k, v in found.items() if v and v != NOT_READ[k]]:
+        given = {name: getattr(config, name, None) for name in NOT_READ}
+        if ignored := [f"{k}={v}" for k, v in given.items() if v and v != NOT_READ[k]]:
             warnings.warn(
                 f"these settings of generation are not read: {', '.join(ignored)}; answers are "
                 "drawn as if they were not set",
@@ -169,7 +169,7 @@ def draw_each(logits: Tensor, samplers: Mapping[int, Sampler]) -> Tensor:
 
     All samplers must have recipes, and those of one recipe draw in one go.
     """
-    found, groups = logits.argmax(-1), defaultdict[tuple[float, ...], list[int]](list)
+    tokens, groups = logits.argmax(-1), defaultdict[tuple[float, ...], list[int]](list)
     at_once = AT_ONCE if logits.is_cuda else 1
     for row, sampler in samplers.items():
         assert sampler.recipe is not None
@@ -180,8 +180,8 @@ def draw_each(logits: Tensor, samplers: Mapping[int, Sampler]) -> Tensor:
             some = rows[first : first + at_once]
             at = _sent(torch.tensor(some), logits.device)
             numbers = torch.cat([samplers[row].numbers() for row in some])
-            found[at] = samplers[some[0]].draw(logits[at].float(), numbers)
-    return found
+            tokens[at] = samplers[some[0]].draw(logits[at].float(), numbers)
+    return tokens
 
 
 def drawn(scores: Tensor, numbers: Tensor) -> Tensor:
@@ -195,10 +195,10 @@ def drawn(scores: Tensor, numbers: Tensor) -> Tensor:
     shares = scores.softmax(-1)
     mass = shares.cumsum(-1, dtype=wide)
     bounds = _sent(numbers.to(wide), scores.device)[:, None] * mass[:, -1:]
-    found = torch.searchsorted(mass, bounds, right=True).clamp_(max=scores.shape[-1] - 1)
+    index = torch.searchsorted(mass, bounds, right=True).clamp_(max=scores.shape[-1] - 1)
     # A sum of many parts may grow by a rounding where there is no share.
-    there = shares.gather(-1, found) > 0
-    return torch.where(there, found, shares.argmax(-1, keepdim=True))[:, 0]
+    there = shares.gather(-1, index) > 0
+    return torch.where(there, index, shares.argmax(-1, keepdim=True))[:, 0]
 
 
 class Nucleus(TopPLogitsWarper):  # type: ignore[misc]
@@ -216,8 +216,8 @@ class Nucleus(TopPLogitsWarper):  # type: ignore[misc]
                     within = mass - shares < self.top_p
                     kept = some.masked_fill(~within, self.filter_value)
                     return torch.full_like(scores, self.filter_value).scatter_(-1, at, kept)
-        found: Tensor = super().__call__(input_ids, scores)
-        return found
+        changed: Tensor = super().__call__(input_ids, scores)
+        return changed
 
 
 def _sent(values: Tensor, device: torch.device) -> Tensor:

@@ -158,7 +158,7 @@ def with_saved_sinks(facts: Any, cache: BudgetCache, asked: Eviction) -> Evictio
     if parts(as_saved) == _with_defaults(facts["parts"], as_saved):
         numbers = range(min(count, sizes[0]), -1, -1)
         fewer = (replace(as_saved, sink_tokens=n, sinks_yield=n > 0) for n in numbers)
-        wanted = next((found for found in fewer if found.holds(*sizes)), wanted)
+        wanted = next((one for one in fewer if one.holds(*sizes)), wanted)
     return wanted
 
 
@@ -205,12 +205,12 @@ def parts(eviction: Eviction) -> dict[str, Any]:
 
     Options that only say where memory lies are left out.
     """
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         slot: [f"{type(c).__module__}.{type(c).__qualname__}", _placeless(c, c.options())]
         for slot, c in _components(eviction).items()
     }
-    found["pins"] = [eviction.sink_tokens, eviction.recent_tokens]
-    kept: dict[str, Any] = json.loads(json.dumps(found, default=str))
+    facts["pins"] = [eviction.sink_tokens, eviction.recent_tokens]
+    kept: dict[str, Any] = json.loads(json.dumps(facts, default=str))
     return kept
 
 

@@ -350,7 +350,7 @@ def test_a_shared_pass_that_fails_ends_those_answers_and_no_more(
     assert batch._rows is not None
     for session in sessions[:2]:
         batch.add(session, session.send("Go on."))
-    while batch._rows._taken.keys() != {0, 1}:  # type: ignore[attr-defined]
+    while batch._rows._leases.keys() != {0, 1}:  # type: ignore[attr-defined]
         batch.step()
     with monkeypatch.context() as patched:
         patched.setattr(batch._rows.loop, "read", _fail)
