@@ -27,17 +27,24 @@ def tokens(session: Any, *kinds: str) -> set[int]:
     return {i for kind in kinds for span in facts.get(kind, ()) for i in range(*span)}
 
 
-def check_regions(runtime: Any) -> None:
-    """Hold a conversation in which everything is evicted in turn, in more slots than a turn has."""
+def check_regions(runtime: Any, sessions: int = 1) -> None:
+    """Hold conversations in which everything is evicted in turn, in more slots than a turn has.
+
+    Several are answered in a batch; the first one is checked.
+    """
     runtime.tokenizer = with_template(runtime.tokenizer, THINKING["opens"])
-    session = runtime.session("Be kind.", seed=0)
-    # Drawn, as an answer that is given three times leaves first.
-    session.set_generation(do_sample=True, max_new_tokens=30, thinking_budget=12)
-    session.generation.eos_token_id = None
+    every = [runtime.session("Be kind.", seed=seed) for seed in range(sessions)]
+    for one in every:
+        # Drawn, as an answer that is given three times leaves first.
+        one.set_generation(do_sample=True, max_new_tokens=30, thinking_budget=12)
+        one.generation.eos_token_id = None
+    session, batch = every[0], runtime.batch(sessions)
     words, early_alone = "the sea and the land", False
     for said in ("Hello!", [{"role": "tool", "content": "blue and red"}], *[words] * 9):
         before = tokens(session, *EARLY)
-        list(session.send(said))
+        for one in every:
+            batch.add(one, one.send(said))
+        list(batch)
         system = tokens(session, "system prompt and tools")
         ours = tokens(session, *EARLY) | tokens(session, "new tool results", "open thoughts")
         assert system

@@ -27,6 +27,7 @@ from kvcap.runtime.models.rounding import Rounding
 from kvcap.runtime.types import MANIFEST
 
 GRAPH, WEIGHTS = "decoder.onnx", "decoder.onnx.data"
+EMBEDDINGS = "embeddings.onnx"
 SLOT_SCALES = "slot_scales.npy"
 TOKENIZER = {
     "tokenizer": "tokenizer.json",

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcap.export.decoder import manifest
+from kvcap.export.decoder import embeddings, manifest
 from kvcap.export.decoder.blocks import attend_by_length
 from kvcap.export.decoder.calibrate import calibrate, pieces, refuse_text
 from kvcap.export.decoder.check import (
@@ -226,6 +226,7 @@ class _Export:
             check_tokenizer(folder)
         if self.scales is not None:
             np.save(folder / manifest.SLOT_SCALES, self.scales.numpy())
+        has_rows = embeddings.write(folder / manifest.GRAPH, folder / manifest.EMBEDDINGS)
         facts = manifest.describe(source.name, decoder, self.dtype, self.rounding, self.text)
         ends = end_ids(source.tokenizer, source.model.generation_config, source.config)
         facts["generation"]["eos_token_id"] = ends
@@ -233,6 +234,8 @@ class _Export:
         entries = {entry["file"]: entry for entry in facts["files"]}
         facts["opset"], facts["evictors"] = OPSET, self.evictors
         facts["graphs"] = {"decoder": {**entries[manifest.GRAPH], "nodes": nodes}}
+        if has_rows:
+            facts["graphs"]["embeddings"] = entries[manifest.EMBEDDINGS]
         facts["model"]["weights_bytes"] = entries[manifest.WEIGHTS]["bytes"]
         return facts
 

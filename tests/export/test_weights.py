@@ -8,6 +8,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
+from kvcap.export.decoder import embeddings
 from kvcap.export.weights import Store, pack, place, rounded_in, unpack
 from kvcap.runtime.models.rounding import BLOCK, Rounding
 
@@ -122,12 +123,12 @@ def weights_for(shape, *, tied=False, bias=False, as_is=False):
     return found
 
 
-def run(file, ids):
+def run(file, ids, *outputs):
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     assert [port.name for port in session.get_inputs()] == ["ids"]
-    return [torch.from_numpy(x) for x in session.run(["hidden", "logits"], {"ids": ids})]
+    return [torch.from_numpy(x) for x in session.run(outputs, {"ids": ids})]
 
 
 @pytest.mark.parametrize("rounding", [None, *ROUNDINGS], ids=str)
@@ -150,10 +151,13 @@ def test_the_graph_computes_what_the_rounded_weights_do(
         assert meant[name].shape == weight.shape
         torch.testing.assert_close(meant[name], weight, rtol=0, atol=0.4)  # 3 of 16 steps and more
     ids = np.array([0, 7, shape[0] - 1])
-    hidden, logits = run(tmp_path / "x.onnx", ids)
+    hidden, logits = run(tmp_path / "x.onnx", ids, "hidden", "logits")
     wanted = meant["head" if options.get("tied") else "embed"][ids]
     head = meant["head"] if options.get("as_is") else meant["head"].T
     torch.testing.assert_close(hidden, wanted)
+    assert embeddings.write(tmp_path / "x.onnx", tmp_path / "rows.onnx")
+    (rows,) = run(tmp_path / "rows.onnx", ids, embeddings.ROWS)
+    torch.testing.assert_close(rows, wanted)
     expected = wanted @ head + meant.get("bias", torch.zeros(()))
     near = 1e-5 if rounding is None else 2e-2  # activations are rounded to int8
     assert float((logits - expected).abs().max() / expected.abs().max()) < near

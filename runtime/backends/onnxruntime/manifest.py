@@ -69,6 +69,12 @@ class Manifest:
         return self.file(self.facts["graphs"]["decoder"]["file"])
 
     @property
+    def embeddings(self) -> Path | None:
+        """Return the file of the graph that gives tokens' embeddings; None: there is none."""
+        entry = self.facts["graphs"].get("embeddings")
+        return None if entry is None else self.file(entry["file"])
+
+    @property
     def fingerprint(self) -> str:
         """Return a digest of the decoder's files that differs between decoders."""
         decoder = str(self.facts["graphs"]["decoder"]["file"])
@@ -206,7 +212,7 @@ def windows_in(facts: Mapping[str, Any]) -> list[int | None]:
 
 def _graphs(facts: Mapping[str, Any]) -> list[str]:
     """Return the file names of all graphs."""
-    graphs = [facts["graphs"]["decoder"], *facts.get("evictors", [])]
+    graphs = [*facts["graphs"].values(), *facts.get("evictors", [])]
     return [graph["file"] for graph in graphs]
 
 

@@ -19,6 +19,7 @@ from kvcap.runtime.backends.onnxruntime.manifest import Manifest, windows_in
 from kvcap.runtime.errors import NotExportable, PlanInfeasible
 from kvcap.runtime.memory.free_memory import process_bytes
 from kvcap.runtime.planning.plan import RUNNING, MemoryPlan, Sizes, parse_cap
+from kvcap.runtime.recall.settings import vectors_bytes
 from kvcap.runtime.units import parse_bytes, with_margin
 
 if TYPE_CHECKING:  # PyTorch stands behind it
@@ -149,6 +150,7 @@ def _of_block(manifest: Manifest, beside: Beside, block: int) -> MemoryPlan:
         weights=manifest.model["weights_bytes"],
         weights_from=_source(manifest),
         **beside._asdict(),
+        word_vectors=_word_vectors(manifest),
         token_bytes=numbers["capped"] * np.dtype(cache).itemsize,
         sliding_token_bytes=numbers["sliding"] * np.dtype(cache).itemsize,
         sliding_window=max((window or 0 for window in windows), default=0),
@@ -159,6 +161,12 @@ def _of_block(manifest: Manifest, beside: Beside, block: int) -> MemoryPlan:
 def _source(manifest: Manifest) -> WeightsSource:
     """Return where the bytes of the weights are from: an export that is not made has no files."""
     return "the manifest" if "files" in manifest.facts else "config, estimated"
+
+
+def _word_vectors(manifest: Manifest) -> int:
+    """Return the most bytes by which texts are compared: none in exports without the graph."""
+    graphs = manifest.facts.get("graphs", {"embeddings"})
+    return vectors_bytes(manifest.model["hidden_size"]) if "embeddings" in graphs else 0
 
 
 def _scales(manifest: Manifest) -> int:

@@ -11,6 +11,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvcap.dtypes import short
 from kvcap.runtime.backends.arrays import ArrayEngine
 from kvcap.runtime.backends.numpy_sampler import Generation
@@ -30,8 +32,10 @@ from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.memory.cap_guard import Enforce, check_enforce, limit_data
 from kvcap.runtime.memory.free_memory import free_memory
 from kvcap.runtime.planning.plan import MemoryPlan, Sizes, fitting, parse_cap, warn_if_short
+from kvcap.runtime.recall.meaning import Meaning, Vectors
 from kvcap.runtime.recall.settings import index_bytes
 from kvcap.runtime.session import chat_template
+from kvcap.runtime.session.encoding import encode_with
 from kvcap.runtime.session.ends import with_ends
 from kvcap.runtime.types import PINS, SINKS, ModelKind
 
@@ -69,7 +73,20 @@ class OrtRuntime(ArrayEngine):
     name: str
     settings: CacheSettings  # as requested
     memory_cap: int | None = None
-    meaning = None  # an export's embedding table is in its graph, which does not give it
+
+    @cached_property
+    def meaning(self) -> Meaning | None:
+        """Return what compares texts by the model's embedding table; earlier exports give none."""
+        if self.manifest.embeddings is None:
+            return None
+        session = Graph(self.manifest.embeddings, threads=1).session
+
+        def rows(ids: Sequence[int]) -> Vectors:
+            (found,) = session.run(None, {"input_ids": np.array([ids], np.int64)})
+            return found[0].astype(np.float32)  # type: ignore[no-any-return]
+
+        encode = partial(encode_with, self.tokenizer, follows=True)
+        return Meaning(rows, encode, self.vocabulary)
 
     @cached_property
     def generation(self) -> Generation:

@@ -88,14 +88,13 @@ def test_thoughts_are_found_at_the_begin_of_an_answer(prompt, said, found):
     assert len(closed) == len(opened)
 
 
-@pytest.mark.parametrize("policy", ["streaming_llm", "lagkv"])
-def test_thoughts_and_results_leave_first_and_the_system_prompt_last(tmp_path, policy):
+@pytest.mark.parametrize(("policy", "sessions"), [("streaming_llm", 1), ("lagkv", 1), ("lagkv", 2)])
+def test_thoughts_and_results_leave_first_and_the_system_prompt_last(tmp_path, policy, sessions):
     """Regions order evictions in PyTorch; ONNX Runtime and llama.cpp test it beside their own."""
-    check_regions(
-        Runtime.from_pretrained(
-            tiny_chat.save(tmp_path), policy, budget_tokens=BUDGET, block_size=16, device="cpu"
-        )
+    runtime = Runtime.from_pretrained(
+        tiny_chat.save(tmp_path), policy, budget_tokens=BUDGET, block_size=16, device="cpu"
     )
+    check_regions(runtime, sessions)
 
 
 def test_a_reply_said_three_times_leaves_first(tmp_path):

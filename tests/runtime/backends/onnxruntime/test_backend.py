@@ -765,7 +765,9 @@ def test_the_index_of_evicted_text_is_planned(tiny):
         for asked in (None, "1MiB", 0)
     ]
     assert [plan.recall_store for plan in plans] == [8 * mib, mib, 0]
-    assert all(plan.run_bytes - plan.recall_store == plans[2].run_bytes for plan in plans)
+    vectors = plans[0].word_vectors
+    index = [8 * mib + vectors, mib + vectors, 0]
+    assert [plan.run_bytes - plans[2].run_bytes for plan in plans] == index
     switched = OrtRuntime.from_directory(folder, recall_store="1MiB").with_budget(24)
     assert switched.session().recall.store.limit == mib
 
@@ -936,3 +938,19 @@ def test_another_budget_is_refused(exported):
     with pytest.raises(NotExportable, match="which is in its graph"):
         fixed.with_budget(64)
     assert len(repr(fixed)) < 250
+
+
+def test_an_export_compares_texts_by_its_embedding_table(exported, tmp_path):
+    """One that was made before has none, and plans no memory for it."""
+    runtime = OrtRuntime.from_directory(exported("compact", MOST))
+    table = Runtime.from_pretrained("pocket").model.get_input_embeddings().weight
+    assert np.array_equal(runtime.meaning._rows([7, 300]), table[[7, 300]].detach().float().numpy())
+    assert runtime.session().recall._meaning() is runtime.meaning
+    assert runtime.plan.word_vectors
+    earlier = tmp_path / "earlier"
+    shutil.copytree(exported("compact", MOST), earlier)
+    said = json.loads((earlier / "kvcap.json").read_text())
+    del said["graphs"]["embeddings"]
+    without = OrtRuntime.from_directory(rewritten(earlier, said))
+    assert without.meaning is None
+    assert not without.plan.word_vectors
