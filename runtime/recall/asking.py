@@ -7,6 +7,7 @@ of other languages are known by their mark alone. Knows no tokenizer and no mode
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 ENDS = 2  # sentences at each end of a message in which a question is looked for
 SENTENCES = re.compile(r"(?<=[.!?…。！？؟])\s+|(?<=[。！？])|\n+")
@@ -34,6 +35,35 @@ ASKERS = (  # each as a sentence begins
     r"i(?:['’]m| am) looking for\b",
 )
 ASKER = rf"(?i)(?:(?:{OPENERS})\b[,.!:]? )*(?:{'|'.join(ASKERS)})"  # compiled with the first text
+
+NUMBER = (
+    r"\d|\b(?i:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|thirty|forty"
+    r"|fifty|hundred|thousand|half|quarter|once|twice)\b"
+)
+TIME = (
+    r"\d|(?i:\b(?:mon|tues|wednes|thurs|fri|satur|sun)day\b|\b(?:january|february|march|april|may"
+    r"|june|july|august|september|october|november|december|noon|night|morning|evening|past)\b)"
+)
+NAME = r"(?<!^)\b(?!I\b)[A-Z]\w+"
+SOUGHT = (  # forms of questions, and of what answers them
+    (r"\bwhen\b|\b(?:which|what) (?:day|month|year|time)\b", TIME),
+    (
+        r"\bhow (?:many|much|old|long|often|large|heavy|big|tall|high|far|late|early)\b"
+        r"|\b(?:cost|price|fee|code|number|floor|size)\b",
+        NUMBER,
+    ),
+    (r"\bwho(?:m|se)?\b|\b(?:called|name|city|town|country|college|brand)\b", NAME),
+)
+
+
+def may_answer(question: str, texts: Sequence[str]) -> list[bool]:
+    """Return which texts have a time, a number or a name, if the question asks for such.
+
+    >>> may_answer("When do we leave?", ("On Monday.", "By train."))
+    [True, False]
+    """
+    forms = [form for asked, form in SOUGHT if re.search(asked, question.lower())]
+    return [any(re.search(form, text) for form in forms) for text in texts]
 
 
 def asks(text: str) -> bool:

@@ -10,16 +10,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import chain
+from math import log1p
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcap.runtime.recall.asking import may_answer
 from kvcap.runtime.recall.settings import WIDEST
 from kvcap.runtime.recall.store import EMPTY, rarity, terms
 
 Vectors = NDArray[np.float32]
-SAMPLED, FIRST, PIECE = 8192, 256, 512  # frequent tokens, behind bytes and special ones; at a time
-COMMON, TEXTS = 3, 8  # directions that all texts share, if there are so many texts for each
+SAMPLED, FIRST, PIECE = 4096, 256, 512  # frequent tokens, behind bytes and special ones; at a time
+USUAL = 2000  # tokens of a table so frequent that a word of one says little
+SOUGHT = 1.5  # standard deviations of likeness that a time, a number or a name adds, if asked for
+SHARPNESS = 0.1  # of a likeness between words: the lower, the more only the nearest word counts
 
 
 class Meaning:
@@ -59,42 +63,44 @@ class Meaning:
     def _cut(self, ids: Sequence[int]) -> Vectors:
         return self._rows(ids)[:, :WIDEST]
 
-    def _words(self, words: Sequence[str]) -> Vectors:
-        """Return the vector of each word, [n, d] of length 1."""
+    def _words(self, words: Sequence[str]) -> tuple[Vectors, Vectors]:
+        """Return the vector of each word, [n, d] of length 1, and how rare it is in any text [n].
+
+        Tokens are numbered by how frequent they are; words of several tokens are rarer than all.
+        """
         mean, matrix = self._plain
-        vectors = np.empty((len(words), len(mean)), np.float32)
+        vectors, rare = np.empty((len(words), len(mean)), np.float32), np.empty(len(words))
         for index, word in enumerate(words):
-            vectors[index] = (self._cut(self._encode(f" {word}")) - mean).sum(0)
-        return unit(vectors @ matrix)
+            tokens = self._encode(f" {word}")
+            vectors[index] = (self._cut(tokens) - mean).sum(0)
+            rare[index] = log1p((tokens[0] + 1 if len(tokens) == 1 else self._vocabulary) / USUAL)
+        return unit(vectors @ matrix), rare.astype(np.float32)
 
     def likeness(self, question: str, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return how near each text is to a question, -1 to 1.
+        """Return how near each text is to a question: about 0 to 1.
 
-        Rare words count more, as they do where passages are found by words; what all texts have in
-        common does not (smooth inverse frequency, Arora et al. 2017).
+        Each word of the question is looked for by itself, and found in any word near it: the
+        logarithm of its probability, if a text's words are translated into others by their
+        likeness. Rare words count more, as they do where passages are found by words. Texts that
+        have what is asked for, such as a number, are nearer.
         """
         words_by_text, question_words = [telling(words) for words in texts], telling(question)
+        near = np.zeros(len(texts), np.float32)
         if not question_words or not any(words_by_text):
-            return np.zeros(len(texts), np.float32)
-        vocabulary = sorted({*question_words, *chain.from_iterable(words_by_text)})
-        having = Counter(chain.from_iterable(map(set, words_by_text)))
-        weights = np.array(
-            [[rarity(having[word], len(words_by_text))] for word in vocabulary], np.float32
-        )
+            return near
+        vocabulary = sorted(set(chain(question_words, *words_by_text)))
         index_of = {word: i for i, word in enumerate(vocabulary)}
-        vectors = self._words(vocabulary) * weights
-        own = unit(
-            np.stack(
-                [
-                    vectors[[index_of[x] for x in words]].sum(0)
-                    for words in (question_words, *words_by_text)
-                ]
-            )
-        )
-        shared = min(COMMON, len(texts) // TEXTS)
-        ways = np.linalg.svd(own[1:], full_matrices=False)[2][:shared]
-        own = unit(own - own @ ways.T @ ways)
-        return np.asarray(own[1:] @ own[0], np.float32)
+        having = Counter(chain.from_iterable(map(set, words_by_text)))
+        asked = [index_of[word] for word in question_words]
+        vectors, rare = self._words(vocabulary)
+        weights = rare[asked] * [rarity(having[word], len(texts)) for word in question_words]
+        translated = np.exp(vectors[asked] @ vectors.T / SHARPNESS)  # [question's words, all]
+        for i, words in enumerate(words_by_text):
+            if words:
+                found = translated[:, [index_of[word] for word in words]].mean(1)
+                near[i] = SHARPNESS * (weights @ np.log(found)) / weights.sum()
+        near[may_answer(question, texts)] += SOUGHT * near.std()
+        return near
 
 
 def telling(text: str) -> list[str]:

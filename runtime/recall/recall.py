@@ -34,12 +34,15 @@ PART = 0.4  # what a passage must add to the words of others, relative to what t
 NEAR_BEST = 0.8  # passages that add nearly as much as the best one come with it
 FOLLOWING = 0.3  # the same where a question follows from another, and asks more of its subject
 FEW_WORDS = 5  # of a question that may follow from the one before it, such as "and its colour?"
-NEAREST = 8  # passages, at most, where some are found by meaning
+NEAREST = 3  # passages, at most, where some are found by meaning: of more a small model takes any
 FUSE = 10  # added to ranks before 1 / rank, so that the first few ranks are nearly equal
 MOST_TOLD = 512  # of the newest passages of short messages are compared
 MOSTLY = 0.5  # a passage of whose slots more than this share is held counts as held
 NEWEST = 128  # tokens that were just said, and are not read again
-BEFORE, BETWEEN, AFTER = "(Earlier in this conversation:\n", "\n...\n", ")\n\n"
+# What is written before, between and behind passages. Some of those found by meaning are of no use,
+# and a small model chooses better from a list. One passage in a list it answers again and again.
+FRAME = "(Earlier in this conversation:\n", "\n...\n", ")\n\n"
+FRAME_OF_MEANT = "Earlier in this conversation:\n- ", "\n- ", "\n\n"
 
 
 class Passage(NamedTuple):
@@ -92,7 +95,7 @@ class Recall:
         self.spans: list[Span] = []
         """Holds the spans of recalled text: where it was read again, not where it came from."""
         self.passages: list[Passage] = []
-        """Holds the passages read again for the last message, in the order of the text."""
+        """Holds the passages read again for the last message, in the order in which they are."""
         self._pins: list[Span] = []  # of the answer in hand
         self._tokenizer, self._encode = tokenizer, encode
 
@@ -170,20 +173,30 @@ class Recall:
             kept: what the cache holds; where that is everything, or these passages are the newest
                 text, there are none; None: all count.
         """
+        return self._found(question, ids, kept)[0]
+
+    def _found(
+        self, question: str, ids: Sequence[int], kept: Sequence[KeptTokens] | None
+    ) -> tuple[list[Passage], bool]:
+        """Return what `find` does, and whether some of it is found by meaning."""
         self.index(ids)
+        nothing = list[Passage](), False
         if kept is not None and holds_all(kept, len(ids)):
-            return []
+            return nothing
         is_question, words = asks(question), len([*terms(question)])
         if not is_question and words > MOST_KEYWORDS:
-            return []
+            return nothing
         passages = self._needed(question, ids, LEAST if is_question else KEYWORDS)
         if is_question and not passages and words <= FEW_WORDS:
             before = self._asked_before(ids)
             passages = self._needed(f"{before} {question}", ids, LEAST, FOLLOWING) if before else []
-        few = not passages or passages[0].score < ENOUGH
+        few, meant = not passages or passages[0].score < ENOUGH, list[Passage]()
         if is_question and few and (meaning := self._meaning()) is not None:
-            passages = fused(passages, self._meant(meaning, question, ids))[:NEAREST]
-        return [] if kept is not None and all_newest(passages, len(ids)) else passages
+            meant = self._meant(meaning, question, ids)
+            passages = fused(passages, meant)[:NEAREST]
+        if kept is not None and all_newest(passages, len(ids)):
+            return nothing
+        return passages, bool(meant)
 
     def _meant(self, meaning: Meaning, question: str, ids: Sequence[int]) -> list[Passage]:
         """Return the user's earlier statements that are nearest in meaning to a question.
@@ -256,9 +269,12 @@ class Recall:
             at: where the returned tokens will stand among all that was read.
         """
         chosen, tokens = list[Passage](), list[int]()
-        for passage in self.find(self._text(question), ids, kept):
-            more = sorted([*chosen, passage])
-            written = self._encode(BEFORE + BETWEEN.join(x.text.strip() for x in more) + AFTER)
+        found, by_meaning = self._found(self._text(question), ids, kept)
+        before, between, after = FRAME_OF_MEANT if by_meaning else FRAME
+        for passage in found:
+            # Of facts that contradict each other the newest is read last; else the likeliest one.
+            more = [passage, *chosen] if by_meaning else sorted([*chosen, passage])
+            written = self._encode(before + between.join(x.text.strip() for x in more) + after)
             if len(written) <= self.limit:
                 chosen, tokens = more, written
         self.passages = chosen

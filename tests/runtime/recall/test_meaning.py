@@ -9,7 +9,8 @@ from transformers import AutoTokenizer
 from kvcap import pocket
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.recall.meaning import Meaning
-from kvcap.runtime.recall.recall import Recall
+from kvcap.runtime.recall.recall import NEAREST, Recall
+from kvcap.runtime.types import KeptTokens
 
 KINDS = ("sister sibling", "bees hobby", "train railway", "penicillin medicine", "cello instrument")
 TOLD = ("Our train is late.", "My sister keeps bees.", "I play the cello.", "Penicillin is bad.")
@@ -48,6 +49,21 @@ def test_other_words_of_a_kind_are_near(meaning, question, right):
     assert near[right] > 0.3
 
 
+@pytest.mark.parametrize(
+    ("question", "form"),
+    [
+        ("How many instruments are there?", "There are 3."),
+        ("When will it be?", "It is on Monday."),
+        ("Who keeps them?", "We saw Mara."),
+    ],
+)
+def test_a_text_that_has_what_is_asked_for_is_nearer(meaning, question, form):
+    plain = "It is so nice there."
+    both = meaning.likeness(f"{question} Which medicine?", (form, plain, *TOLD))
+    alone = meaning.likeness("Which medicine?", (form, plain, *TOLD))
+    assert both[0] - both[1] > alone[0] - alone[1]
+
+
 def test_texts_without_telling_words_are_near_nothing(meaning):
     assert not meaning.likeness("What is it?", TOLD).any()
     assert not meaning.likeness("Which medicine?", ["It is.", ""]).any()
@@ -70,6 +86,11 @@ def test_what_the_user_told_in_short_is_read_again(meaning):
     question = "Which medicine could make me ill?"
     assert not by_words.find(question, ids)
     assert by_meaning.find(question, ids)[0].text == TOLD[3]
+    kept = [KeptTokens(0, True, [np.arange(4)])]
+    read = tokenizer.decode(by_meaning.read_again(encode(question), ids, kept, len(ids)))
+    assert read.startswith("Earlier in this conversation:\n- ")
+    assert read.endswith(f"\n- {TOLD[3]}\n\n"), "the likeliest one is read last"
+    assert len(by_meaning.passages) <= NEAREST
     # A text that tells asks for nothing, and words that suffice are not joined by others.
     assert not by_meaning.find("Some medicine made me ill.", ids)
     found = by_meaning.find("Who keeps bees?", ids)

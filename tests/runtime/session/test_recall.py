@@ -52,6 +52,7 @@ def test_the_cap_holds_while_text_is_recalled_and_pinned_with_the_question_alone
 def test_a_question_without_slots_is_evicted_before_what_was_recalled_for_it(runtime):
     session = told(runtime)
     say(session, filler(160), pin=True)
+    session.recall.limit = 64
     answer = session.send(QUESTION + " " + " ".join(WORDS) * 4)
     next(answer)
     assert session.recall.spans[-1] in session.cache.pinned_spans
