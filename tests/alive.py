@@ -53,16 +53,16 @@ class Alive:
 @contextmanager
 def watched() -> Iterator[Alive]:
     """Return what is alive, while the cyclic collector rests."""
-    found, make, allocate = Alive(), BudgetCache.__init__, SlotPool.__init__
+    counted, make, allocate = Alive(), BudgetCache.__init__, SlotPool.__init__
 
     def made(self: BudgetCache, *args: Any, **options: Any) -> None:
         make(self, *args, **options)
-        found.made.append(weakref.ref(self))
+        counted.made.append(weakref.ref(self))
 
     def allocated(self: SlotPool, *args: Any, **options: Any) -> None:
         allocate(self, *args, **options)
-        found.storages += [StorageWeakRef(x.untyped_storage()) for x in self.buffers()]
-        found.most = max(found.most, found.buffers)
+        counted.storages += [StorageWeakRef(x.untyped_storage()) for x in self.buffers()]
+        counted.most = max(counted.most, counted.buffers)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BudgetCache, "__init__", made)
@@ -70,6 +70,6 @@ def watched() -> Iterator[Alive]:
         gc.collect()
         gc.disable()
         try:
-            yield found
+            yield counted
         finally:
             gc.enable()

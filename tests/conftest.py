@@ -84,8 +84,8 @@ OWN_TIER = (Path(__file__).parent / "android_bench",)
 
 def is_of_own_tier(item: pytest.Item, config: pytest.Config) -> bool:
     """Return whether an item is of a tier of its own, of which nothing was named."""
-    asked = [*config.args, *config.getoption("--all-of")]
-    named = [(config.invocation_params.dir / a.partition("::")[0]).resolve() for a in asked]
+    arguments = [*config.args, *config.getoption("--all-of")]
+    named = [(config.invocation_params.dir / a.partition("::")[0]).resolve() for a in arguments]
     return any(
         folder in item.path.parents and not any(folder in (x, *x.parents) for x in named)
         for folder in OWN_TIER
@@ -100,14 +100,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unnamed = {item for item in items if is_of_own_tier(item, config)}
     config.hook.pytest_deselected(items=[*unnamed])
     items[:] = [item for item in items if item not in unnamed]
-    asked = [*config.getoption("--all-of"), *(a for a in config.args if "::" in a)]
-    places = [(config.invocation_params.dir / a.partition("::")[0]).resolve() for a in asked]
+    arguments = [*config.getoption("--all-of"), *(a for a in config.args if "::" in a)]
+    paths = [(config.invocation_params.dir / a.partition("::")[0]).resolve() for a in arguments]
     sets: dict[str, list[pytest.Item]] = {}
     for item in items:
         named = any(
-            place in (item.path, *item.path.parents)
+            path in (item.path, *item.path.parents)
             and item.nodeid.partition("::")[2].startswith(a.partition("::")[2])
-            for a, place in zip(asked, places, strict=True)
+            for a, path in zip(arguments, paths, strict=True)
         )
         if item.get_closest_marker("slow") and not named:
             sets.setdefault(item.nodeid.partition("[")[0], []).append(item)
@@ -169,8 +169,8 @@ def in_turn(things: Iterable[Any], others: Iterable[Any], each: int = 1) -> list
     for thing in things:
         for _ in range(each):
             # The offset grows every round; otherwise, with even numbers, some pairs never occur.
-            place = len(pairs) + len(pairs) // len(known)
-            pair = thing, known[place % len(known)]
+            index = len(pairs) + len(pairs) // len(known)
+            pair = thing, known[index % len(known)]
             pairs.append(sum((x if isinstance(x, tuple) else (x,) for x in pair), ()))
     return pairs
 
@@ -326,8 +326,8 @@ def alive() -> Iterator[Any]:
     """Return the caches and slots that are alive, while the cyclic collector rests."""
     from alive import watched
 
-    with watched() as found:
-        yield found
+    with watched() as counted:
+        yield counted
 
 
 @pytest.fixture(scope="session")

@@ -110,11 +110,11 @@ class Plain:
         for at in range(0, len(tokens), block):
             part = tokens[at : at + block]
             logits = self.read(part, range(at, at + len(part)))
-        found = [int(logits[-1].argmax())]
-        while len(found) < count:
-            place = len(tokens) + len(found) - 1
-            found.append(int(self.read(found[-1:], [place])[-1].argmax()))
-        return found
+        written = [int(logits[-1].argmax())]
+        while len(written) < count:
+            position = len(tokens) + len(written) - 1
+            written.append(int(self.read(written[-1:], [position])[-1].argmax()))
+        return written
 
 
 class Follower:
@@ -147,7 +147,7 @@ class Follower:
 
     def read(self, tokens: Sequence[int]) -> Floats:
         """Read a block; return all its logits [n, V]."""
-        self.steps.append(([place for place, _ in self.held], [*tokens]))
+        self.steps.append(([position for position, _ in self.held], [*tokens]))
         first = self.held[-1][1] + 1 if self.held else 0
         if self.auto and first + len(tokens) > self.plain.model.trained_length:
             self.compact, self.auto = True, False
@@ -162,7 +162,7 @@ class Follower:
     def keep(self, tokens: Sequence[int]) -> None:
         """Free every token but these, given by their places in the conversation."""
         stay = set(tokens)
-        assert stay <= {place for place, _ in self.held}
+        assert stay <= {position for position, _ in self.held}
         for entry in [entry for entry in self.held if entry[0] not in stay]:
             self.plain.free(entry[1])
             self.held.remove(entry)
@@ -207,10 +207,10 @@ def text_ids(seed: int, count: int) -> list[int]:
     """Return random tokens that are no special ones."""
     known = len(tiny_gguf.vocabulary())
     rng = np.random.default_rng(seed)
-    found: list[int] = rng.integers(len(tiny_gguf.SPECIAL), known, count).tolist()
-    return found
+    ids: list[int] = rng.integers(len(tiny_gguf.SPECIAL), known, count).tolist()
+    return ids
 
 
-def agree(found: Floats, expected: Floats, tolerance: float = TOLERANCE) -> None:
+def agree(logits: Floats, expected: Floats, tolerance: float = TOLERANCE) -> None:
     """Check that logits are equal, but for rounding."""
-    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(logits, expected, rtol=tolerance, atol=tolerance)

@@ -82,8 +82,8 @@ def pooled(scores: Tensor, obs: Observation, window: int, kernel: int, pool: str
     for b, k in ((b, k) for b in range(scores.shape[0]) for k in range(scores.shape[1])):
         older = [j for j in range(scores.shape[-1]) if positions[b, k, j] < obs.num_tokens - window]
         order = sorted(older, key=lambda j: positions[b, k, j])
-        for place, slot in enumerate(order):
-            near = scores[b, k][..., order[max(0, place - kernel // 2) : place + kernel // 2 + 1]]
+        for rank, slot in enumerate(order):
+            near = scores[b, k][..., order[max(0, rank - kernel // 2) : rank + kernel // 2 + 1]]
             out[b, k][..., slot] = near.amax(-1) if pool == "max" else near.mean(-1)
     return out
 

@@ -54,8 +54,8 @@ def test_nothing_is_installed_from_an_index_that_does_not_have_it():
     """Neither documents nor errors: kvcap is installed from its checkout."""
     code = [x for folder in MAY_IMPORT for x in (ROOT / folder).rglob("*.py")]
     for file in (ROOT / "README.md", *PAGES, *code):
-        found = re.search(r"pip install (-\S+ )*'?kvcap\b", file.read_text())
-        assert found is None, f"{file}: {found[0]}"
+        match = re.search(r"pip install (-\S+ )*'?kvcap\b", file.read_text())
+        assert match is None, f"{file}: {match[0]}"
 
 
 def test_examples_in_the_readme(capsys):
@@ -131,13 +131,13 @@ def test_every_command_and_make_target_is_named():
 
 def shown_commands() -> set[str]:
     """Every `kvcap ...` of the README and the pages, in blocks of sh and within lines."""
-    found = set()
+    commands = set()
     for page in [README, *(path.read_text() for path in PAGES)]:
         for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL):
-            found |= set(re.findall(r"\bkvcap [^#\n&|]*", block))
+            commands |= set(re.findall(r"\bkvcap [^#\n&|]*", block))
         prose = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
-        found |= set(re.findall(r"`(kvcap [^`]*)`", prose))
-    return found
+        commands |= set(re.findall(r"`(kvcap [^`]*)`", prose))
+    return commands
 
 
 def test_every_command_shown_can_be_given():

@@ -45,15 +45,15 @@ ONLY_IN = {  # heavy or optional packages, and the one place each is imported
 
 
 def imports(path: Path) -> set[str]:
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             above = path.relative_to(ROOT).parts[: -node.level] if node.level else ()
             module = ".".join([*(("kvcap", *above) if above else ()), *filter(None, [node.module])])
-            found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
-    return found
+            names |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+    return names
 
 
 def modules(folder: str) -> list[Path]:
@@ -73,12 +73,12 @@ def module_graph(folder: str) -> dict[str, set[str]]:
     for path in modules(folder):
         parts = path.relative_to(ROOT).with_suffix("").parts
         names[".".join(("kvcap", *(p for p in parts if p != "__init__")))] = path
-    found: dict[str, set[str]] = {}
+    graph: dict[str, set[str]] = {}
     for name, path in names.items():
-        asked = imports(path) & names.keys() - {name, f"kvcap.{folder}"}
+        imported = imports(path) & names.keys() - {name, f"kvcap.{folder}"}
         # `from package import module` names both; only the module is meant.
-        found[name] = {x for x in asked if not any(y.startswith(f"{x}.") for y in asked)}
-    return found
+        graph[name] = {x for x in imported if not any(y.startswith(f"{x}.") for y in imported)}
+    return graph
 
 
 def room(name: str) -> str:
@@ -99,18 +99,18 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     while free := {name for name, others in left.items() if not others & left.keys()}:
         for name in free:
             del left[name]
-    found = []
+    circles = []
     while left:
         path = [next(iter(left))]
         while (after := next(iter(left[path[-1]] & left.keys()))) not in path:
             path.append(after)
-        found.append([*path[path.index(after) :], after])
+        circles.append([*path[path.index(after) :], after])
         for name in path:
             del left[name]
         while free := {name for name, others in left.items() if not others & left.keys()}:
             for name in free:
                 del left[name]
-    return found
+    return circles
 
 
 @pytest.mark.parametrize("folder", MAY_IMPORT)

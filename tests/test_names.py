@@ -50,13 +50,13 @@ NOUN = re.compile(r"(A|An|The|One|Some|All|Every|Each|Any|No)\b|\w*[^s\W]s\b|[^A
 
 def files_by_class(folders: Iterable[Path]) -> dict[str, set[Path]]:
     """The files that define each public class, by its name; classes inside others count, too."""
-    found = defaultdict[str, set[Path]](set)
+    by_name = defaultdict[str, set[Path]](set)
     for folder in folders:
         for path in folder.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    found[node.name].add(path)
-    return found
+                    by_name[node.name].add(path)
+    return by_name
 
 
 def shared_names(folders: Iterable[Path]) -> dict[str, list[str]]:
@@ -68,8 +68,8 @@ def shared_names(folders: Iterable[Path]) -> dict[str, list[str]]:
 
 
 def test_every_public_class_has_a_name_of_its_own():
-    found = shared_names(ROOT / folder for folder in FOLDERS)
-    assert not found
+    shared = shared_names(ROOT / folder for folder in FOLDERS)
+    assert not shared
 
 
 def test_a_name_that_stands_twice_would_be_seen(tmp_path):

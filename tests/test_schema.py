@@ -54,11 +54,11 @@ def test_the_first_fault_is_told_by_its_place(schema, document, said):
 
 
 def test_a_long_value_is_cut(schema):
-    told = fault({"times": "x" * 10_000}, schema)
-    assert told is not None
-    assert len(told) < 200
-    assert told.startswith("times: 'xxx")
-    assert told.endswith("is not of type 'array'")
+    reason = fault({"times": "x" * 10_000}, schema)
+    assert reason is not None
+    assert len(reason) < 200
+    assert reason.startswith("times: 'xxx")
+    assert reason.endswith("is not of type 'array'")
 
 
 def test_a_document_nested_too_deeply_is_told(schema):

@@ -85,7 +85,7 @@ FUSED: Shapes = {
 }  # fmt: skip
 NORM_END: Shapes = {"output_norm.bias": (SQUARE,)}
 WITHOUT_GATE = frozenset({"ffn_gate.weight"})
-APART = frozenset({"attn_q.weight", "attn_k.weight", "attn_v.weight"})
+SEPARATE = frozenset({"attn_q.weight", "attn_k.weight", "attn_v.weight"})
 DENSE = frozenset({"ffn_gate.weight", "ffn_up.weight", "ffn_down.weight"})
 MATRICES = tuple(
     f"{part}.weight"
@@ -103,7 +103,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3": Family({**SLIDING, "attention.sliding_window_pattern": 2}, layer={**QK_NORM, **POST}),
     "phi3": Family(
         {},
-        APART | WITHOUT_GATE,
+        SEPARATE | WITHOUT_GATE,
         {"attn_qkv.weight": (Q + 2 * KV, SQUARE), "ffn_up.weight": (2 * INNER, SQUARE)},
         hidden=SQUARE,
     ),
@@ -156,21 +156,21 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3moe": Family(EXPERT_FIELDS, DENSE, {**QK_NORM, **EXPERT_MATRICES}),
     "gpt2": Family(  # learned positions
         MEAN,
-        WITHOUT_GATE | APART,
+        WITHOUT_GATE | SEPARATE,
         FUSED,
         {**NORM_END, "position_embd.weight": (TRAINED, SQUARE)},
         SQUARE,
     ),
     "gptneox": Family(
         {**MEAN, "use_parallel_residual": True, "rope.dimension_count": HEAD // 2},
-        WITHOUT_GATE | APART,
+        WITHOUT_GATE | SEPARATE,
         FUSED,
         NORM_END,
         SQUARE,
     ),
     "bloom": Family(  # linear biases in place of positions
         MEAN,
-        WITHOUT_GATE | APART,
+        WITHOUT_GATE | SEPARATE,
         FUSED,
         {
             **NORM_END,
@@ -217,7 +217,7 @@ FAMILIES: Mapping[str, Family] = {
             "expert_weights_scale": 1.0,
             **EXPERT_FIELDS,
         },
-        APART,
+        SEPARATE,
         LATENTS,
     ),
     "lfm2": Family(
@@ -305,7 +305,7 @@ def vocabulary() -> list[str]:
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printed]
     letters = {byte: chr(byte) for byte in printed}
-    letters |= {byte: chr(256 + place) for place, byte in enumerate(others)}
+    letters |= {byte: chr(256 + index) for index, byte in enumerate(others)}
     made = [merge.replace(" ", "") for merge in MERGES]
     return [*SPECIAL, *(letters[byte] for byte in range(256)), *made]
 
@@ -339,15 +339,15 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDAr
 
     Queries and keys are large, so that attention is to few tokens and differs by what is held.
     """
-    found = rng.standard_normal(shape)
+    values = rng.standard_normal(shape)
     if name.endswith("ssm_a"):
-        return -np.exp(found).astype(np.float32)
+        return -np.exp(values).astype(np.float32)
     if len(shape) == 1 or "bias" in name:
         one = 0.0 if "bias" in name else 1.0
-        return (one + 0.1 * found).astype(np.float32)
+        return (one + 0.1 * values).astype(np.float32)
     large = 2.0 if "attn_q" in name or "attn_k." in name else 1.0
     kind = np.float32 if "conv" in name and "proj" not in name else np.float16
-    numbers: NDArray[Any] = (found * large / np.sqrt(shape[-1])).astype(kind)
+    numbers: NDArray[Any] = (values * large / np.sqrt(shape[-1])).astype(kind)
     return numbers
 
 

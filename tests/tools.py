@@ -197,8 +197,8 @@ def built(folder: Path, *options: str) -> Path:
 
 
 def library(site: Path) -> Path:
-    (found,) = (site / "onnxruntime" / "capi").glob("libonnxruntime.so.*")
-    return found
+    (file,) = (site / "onnxruntime" / "capi").glob("libonnxruntime.so.*")
+    return file
 
 
 def runner_here(factory: pytest.TempPathFactory) -> Path:

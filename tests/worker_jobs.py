@@ -53,9 +53,9 @@ class Chores:
 
 
 def _take(plant: Path) -> bool:
-    found = plant.exists()
+    planted = plant.exists()
     plant.unlink(missing_ok=True)
-    return found
+    return planted
 
 
 def _die() -> None:

@@ -6,9 +6,9 @@ the answer is known; `decode` writes `steps` tokens after `depths`. kvcap keeps 
 first of `budgets` and reads blocks of `block_size`; peers keep everything as they usually do.
 Before decoding, caches are filled in ways that leave the time of a token the same: kvcap reads as
 many tokens as fill its slots, llama.cpp reads the prompt once, others hold random numbers. `start`
-times a new process in each turn, until it prints the first piece of text after a prompt of `starts`
+times a new process in each round until it prints the first piece of text after a prompt of `starts`
 words: `kvcap generate`, or a program that does the same with llama.cpp's library. Reads also
-`repeats` (turns), `threads`, `model` (a GGUF file too, which llama.cpp then runs itself),
+`repeats` (rounds), `threads`, `model` (a GGUF file too, which llama.cpp then runs itself),
 `weights`, `backend`, `vs`, `peer_pythons`, `files` and the first of `policies`.
 """
 
@@ -53,17 +53,17 @@ GGUF = {"int4": "Q4_0", "int8": "Q8_0"}
 AS_STORED = "gguf"  # the name for a GGUF file's weights in the bits that they have
 FLOATS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 BACKENDS = ("llamacpp", "pytorch", "onnxruntime")
-WARM_UP = 256  # tokens read before the first turn
+WARM_UP = 256  # tokens read before the first round
 
 
 def run(options: BenchmarkOptions) -> Result:
     """Return a row for every work, type of weights, number of threads and peer.
 
-    `tok_s` is the median over turns; `p50_ms` and `p90_ms` are of a token (decode) or of the time
-    to the first token (prefill). `ratio` is the median of the turns' ratios, `ratio_least` and
+    `tok_s` is the median over rounds; `p50_ms` and `p90_ms` are of a token (decode) or of the time
+    to the first token (prefill). `ratio` is the median of the rounds' ratios, `ratio_least` and
     `ratio_most` are the least and the largest. A start has `processor_ms` too, of a program and
     those that it began, and `processor_ratio`, which is kvcap's divided by the peer's.
-    `eviction_share` is eviction's share of kvcap's time, from a turn of its own, if it can be
+    `eviction_share` is eviction's share of kvcap's time, from a round of its own, if it can be
     measured.
 
     Raises:
@@ -95,10 +95,10 @@ def run(options: BenchmarkOptions) -> Result:
                 }
                 if work == "start":  # the loaded programs only report their versions
                     stack.close()
-                    turns, share = _starts(programs, shared, options, n), None
+                    rounds, share = _starts(programs, shared, options, n), None
                 else:
-                    turns = _by_turns(all_, work, n, tokens, options.repeats)
-                    share = all_["kvcap"].turn(work, n, tokens, 0, evictions=True)["share"]
+                    rounds = _alternating(all_, work, n, tokens, options.repeats)
+                    share = all_["kvcap"].measure(work, n, tokens, 0, evictions=True)["share"]
             row = {
                 "work": work,
                 "backend": backend,
@@ -111,14 +111,14 @@ def run(options: BenchmarkOptions) -> Result:
                 "policy": ours["policy"],
                 "turns": options.repeats,
                 "model": Path(options.model).name,
-                **_figures(turns["kvcap"], work, n),
+                **_figures(rounds["kvcap"], work, n),
                 "eviction_share": share,
             }
             for name in options.vs or (None,):
                 other = {
                     "peer": name,
                     "peer_weights": name and programs[name]["weights"],
-                    **_beside(turns, name, work, n),
+                    **_beside(rounds, name, work, n),
                 }
                 about: dict[str, Any] = {"versions": {**versions(), **all_["kvcap"].versions}}
                 about["peer_versions"] = name and all_[name].versions
@@ -142,20 +142,20 @@ def _check(options: BenchmarkOptions) -> None:
         cores(threads)
     check_backend(options.backend)
     if options.repeats < 1 or options.budgets[0] < 1 or options.block_size < 1:
-        raise ValueError("turns, slots and blocks are at least 1")
+        raise ValueError("rounds, slots and blocks are at least 1")
 
 
-def _by_turns(
+def _alternating(
     all_: Mapping[str, Process], work: str, n: int, tokens: int, repeats: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Run the programs one after another, `repeats` times; return the turns by program."""
+    """Run the programs one after another, `repeats` times; return their figures by program."""
     for process in all_.values():
-        process.turn("prefill", min(n or 1, WARM_UP), 0, 0)
-    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in all_}
+        process.measure("prefill", min(n or 1, WARM_UP), 0, 0)
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in all_}
     for seed in range(repeats):
         for name, process in all_.items():
-            turns[name].append(process.turn(work, n, tokens, seed))
-    return turns
+            rounds[name].append(process.measure(work, n, tokens, seed))
+    return rounds
 
 
 def _starts(
@@ -164,41 +164,43 @@ def _starts(
     options: BenchmarkOptions,
     words: int,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Start the programs one after another, first once untimed; return the turns by program."""
+    """Start the programs one after another, first once untimed; return their figures by program."""
     random = options.model in SHAPES  # a random model's tokens are words
     text = " ".join(f"t{3 + i}" if random else "the" for i in range(words))
     prompt = {"text": text, "ids": list(range(3, 3 + words))}
-    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in programs}
-    for turn in range(options.repeats + 1):
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in programs}
+    for number in range(options.repeats + 1):
         for name, settings in programs.items():
             python = options.peer_pythons.get(name)
             took = first_piece(name, python, {**settings, **shared, **prompt})
-            if turn:
-                turns[name].append(took)
-    return turns
+            if number:
+                rounds[name].append(took)
+    return rounds
 
 
-def _speeds(turns: Sequence[Mapping[str, Any]], work: str, n: int) -> list[float]:
-    """Return the tokens per second of each turn."""
-    done = [len(turn["seconds"]) if work == "decode" else n for turn in turns]
-    return [count / sum(turn["seconds"]) for count, turn in zip(done, turns, strict=True)]
+def _speeds(rounds: Sequence[Mapping[str, Any]], work: str, n: int) -> list[float]:
+    """Return the tokens per second of each round."""
+    done = [len(measured["seconds"]) if work == "decode" else n for measured in rounds]
+    return [count / sum(measured["seconds"]) for count, measured in zip(done, rounds, strict=True)]
 
 
-def _figures(turns: Sequence[Mapping[str, Any]], work: str, n: int) -> dict[str, Any]:
-    spent = [turn["processor_seconds"] for turn in turns if turn.get("processor_seconds")]
-    times = sorted(1000 * second for turn in turns for second in turn["seconds"])
+def _figures(rounds: Sequence[Mapping[str, Any]], work: str, n: int) -> dict[str, Any]:
+    spent = [
+        measured["processor_seconds"] for measured in rounds if measured.get("processor_seconds")
+    ]
+    times = sorted(1000 * second for measured in rounds for second in measured["seconds"])
     return {
-        "tok_s": median(_speeds(turns, work, n)),
+        "tok_s": median(_speeds(rounds, work, n)),
         "p50_ms": median(times),
         "p90_ms": times[min(len(times) - 1, round(0.9 * len(times)))],
         **({"processor_ms": 1000 * median(spent)} if spent else {}),
-        "peak_bytes": turns[-1]["peak_bytes"],
-        "kv_bytes": turns[-1]["kv_bytes"],
+        "peak_bytes": rounds[-1]["peak_bytes"],
+        "kv_bytes": rounds[-1]["kv_bytes"],
     }
 
 
 def _beside(
-    turns: Mapping[str, Sequence[Mapping[str, Any]]], name: str | None, work: str, n: int
+    rounds: Mapping[str, Sequence[Mapping[str, Any]]], name: str | None, work: str, n: int
 ) -> dict[str, Any]:
     """Return the peer's figures, and kvcap's speed divided by its; all None without a peer."""
     if name is None:
@@ -206,16 +208,18 @@ def _beside(
         return {f"peer_{key}": None for key in empty} | dict.fromkeys(
             ("ratio", "ratio_least", "ratio_most")
         )
-    mine, its = (_speeds(turns[who], work, n) for who in ("kvcap", name))
+    mine, its = (_speeds(rounds[who], work, n) for who in ("kvcap", name))
     ratios = [a / b for a, b in zip(mine, its, strict=True)]
-    both = [[turn.get("processor_seconds") for turn in turns[who]] for who in ("kvcap", name)]
+    both = [
+        [measured.get("processor_seconds") for measured in rounds[who]] for who in ("kvcap", name)
+    ]
     shares = [a / b for a, b in zip(*both, strict=True) if a and b]
     spent = {
         f"processor_ratio{end}": of(shares)
         for end, of in (("", median), ("_least", min), ("_most", max))
         if shares
     }
-    return {f"peer_{key}": value for key, value in _figures(turns[name], work, n).items()} | {
+    return {f"peer_{key}": value for key, value in _figures(rounds[name], work, n).items()} | {
         "ratio": median(ratios),
         "ratio_least": min(ratios),
         "ratio_most": max(ratios),

@@ -1,9 +1,9 @@
 """Times tokenizing a text, beside the tokenizer's own call, which uses one core.
 
 Both get the same text in alternation; `same` says whether their tokens are equal. `ratio` is the
-tokenizer's time divided by kvcap's, the median over turns; `ratio_least` and `ratio_most` are the
+tokenizer's time divided by kvcap's, the median over rounds; `ratio_least` and `ratio_most` are the
 least and the largest. The gain depends on the tokenizer and on the cores. Reads `lengths`,
-`repeats` (times ten turns), `model`.
+`repeats` (times ten rounds), `model`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def run(options: BenchmarkOptions) -> Result:
     return Result("encoding", COLUMNS, rows, derived)
 
 
-def _row(tokenizer: Any, length: int, turns: int) -> dict[str, Any]:
+def _row(tokenizer: Any, length: int, rounds: int) -> dict[str, Any]:
     text = "".join(_text(tokenizer, length))
 
     def its() -> list[int]:
@@ -44,7 +44,7 @@ def _row(tokenizer: Any, length: int, turns: int) -> dict[str, Any]:
         return encode(tokenizer.backend_tokenizer, text)
 
     expected, got = its(), ours()
-    times = [(1000 * seconds(ours), 1000 * seconds(its)) for _ in range(turns)]
+    times = [(1000 * seconds(ours), 1000 * seconds(its)) for _ in range(rounds)]
     ratios = [theirs / mine for mine, theirs in times]
     return {
         "tokens": len(expected),
@@ -55,7 +55,7 @@ def _row(tokenizer: Any, length: int, turns: int) -> dict[str, Any]:
         "ratio": median(ratios),
         "ratio_least": min(ratios),
         "ratio_most": max(ratios),
-        "turns": turns,
+        "turns": rounds,
     }
 
 

@@ -1,16 +1,15 @@
 """Times slots of fewer bits, and counts what they hold, beside slots of the model's own floats.
 
 Each row is a cache with one `--kv-dtype`: with as many slots as the floats have (`equal` is
-'slots'), or as many as fit into the floats' bytes ('bytes'). All caches are filled first. A turn
-reads `lengths` more tokens and then `steps` tokens one by one; all caches have a turn before the
-next one begins. So slots are always full, and all rows do equal work. `token_ms` and
-`prefill_tok_s` are of the turns; each ratio is that of the column before it to the floats, the
-median over turns.
+'slots'), or as many as fit into the floats' bytes ('bytes'). All caches are filled first. In
+each round every cache reads `lengths` more tokens and then `steps` tokens one by one. So slots are
+always full, and all rows do equal work. `token_ms` and `prefill_tok_s` are of the rounds; each
+ratio is that of the column before it to the floats, the median over rounds.
 
 PyTorch runs on a GPU if there is one. On a CPU, times are processor time on one thread, so that
 other processes matter little. With `--backend onnxruntime` rows are of exports with the first of
 `weights`, with int8 slots at compact and at true positions; they evict 64 tokens at a time, and
-`steps` is rounded up to a multiple of that. Reads `budgets`, `block_size`, `repeats` (turns),
+`steps` is rounded up to a multiple of that. Reads `budgets`, `block_size`, `repeats` (rounds),
 `steps`, `model`, `backend`, `weights`, `files` (for exports) and the first of `lengths` and of
 `policies`.
 """
@@ -81,9 +80,9 @@ class TimedCache:
         while self.loop.cache.seen < self.slots + 2 * self.block:
             self.loop.prefill(self.prompt)
         for _ in range(WARM_UPS):
-            self.turn(WARM_TOKENS)
+            self.measure(WARM_TOKENS)
 
-    def turn(self, steps: int) -> dict[str, float]:
+    def measure(self, steps: int) -> dict[str, float]:
         """Time a prompt and `steps` tokens.
 
         Returns:
@@ -109,7 +108,7 @@ def run(options: BenchmarkOptions) -> Result:
     check_backend(options.backend, BACKENDS[1:])  # llama.cpp's slots are of its own types
     sizes = options.lengths[0], options.block_size, options.repeats, options.steps
     if min(*sizes, *options.budgets) < 1:
-        raise ValueError("tokens, slots, blocks, turns and steps are at least 1")
+        raise ValueError("tokens, slots, blocks, rounds and steps are at least 1")
     exports = options.backend == "onnxruntime"
     device = "cuda" if GPU and not exports else "cpu"
     if device == "cpu":
@@ -130,20 +129,20 @@ def run(options: BenchmarkOptions) -> Result:
             slots.fill()
         every = all_[0].every
         steps = -(-options.steps // every) * every
-        turns = [[slots.turn(steps) for slots in all_] for _ in range(options.repeats)]
-        rows += [{**row, "steps": steps, **setting} for row in _rows(all_, turns)]
+        rounds = [[slots.measure(steps) for slots in all_] for _ in range(options.repeats)]
+        rows += [{**row, "steps": steps, **setting} for row in _rows(all_, rounds)]
     return Result("slots", COLUMNS, rows, machine)
 
 
 def _rows(
-    all_: Sequence[TimedCache], turns: Sequence[Sequence[Mapping[str, float]]]
+    all_: Sequence[TimedCache], rounds: Sequence[Sequence[Mapping[str, float]]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each cache of `all_`, floats first; `turns` has one figure per cache."""
+    """Yield a row for each cache of `all_`, floats first; `rounds` have one figure per cache."""
     for i, slots in enumerate(all_):
         figures: dict[str, Any] = {}
         for name in ("token_ms", "prefill_tok_s"):
-            figures[name] = percentiles([turn[i][name] for turn in turns])
-            ratio = median(turn[i][name] / turn[0][name] for turn in turns)
+            figures[name] = percentiles([measured[i][name] for measured in rounds])
+            ratio = median(measured[i][name] / measured[0][name] for measured in rounds)
             figures[f"{name.partition('_')[0]}_ratio"] = ratio
         yield {
             "kv_dtype": slots.kv_dtype,

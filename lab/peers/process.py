@@ -87,8 +87,8 @@ class Process:
             raise
         self.versions: dict[str, str] = answer["versions"]
 
-    def turn(self, work: str, n: int, tokens: int, seed: int, **more: Any) -> dict[str, Any]:
-        """Ask the program for a turn; return its figures, see `turn` in `serve.py`.
+    def measure(self, work: str, n: int, tokens: int, seed: int, **more: Any) -> dict[str, Any]:
+        """Have the program measure once; return its figures, see `measure` in `serve.py`.
 
         Raises:
             PeerFailed: the program ended.

@@ -38,7 +38,7 @@ class Capped:
     def _choose(self, logits: Any) -> None:
         self.token = int(logits[0].argmax())
 
-    def eviction_seconds(self, turn: Callable[[], Any]) -> float | None:
+    def eviction_seconds(self, work: Callable[[], Any]) -> float | None:
         """Return the seconds that layers spend after attention; None for a decoder's graph."""
         layers = getattr(self.cache, "capped_layers", None)
         if layers is None:
@@ -46,7 +46,7 @@ class Capped:
         spent: list[float] = []
         for layer in layers:
             layer.engine.evict = _timed(layer.engine.evict, spent)
-        turn()
+        work()
         for layer in layers:
             del layer.engine.evict
         return sum(spent)

@@ -54,7 +54,7 @@ class PeerContext:
 
 
 class Native:
-    """A GGUF file, and a context for the tokens of a turn."""
+    """A GGUF file, and a context for the tokens of a measurement."""
 
     packages: tuple[str, ...] = ()
 
@@ -75,7 +75,7 @@ class Native:
         self.filled = self.token = 0
 
     def fill(self, ids: list[int]) -> None:
-        """Read the prompt once; for later turns, cut the context back to its end."""
+        """Read the prompt once; for later measurements, cut the context back to its end."""
         if self.filled != len(ids):
             self.prefill(ids)
         self.plain.cut(len(ids))
@@ -96,7 +96,7 @@ class Native:
         view = self.numpy.ctypeslib.as_array(logits, (self.vocabulary,))
         self.token = int(view.argmax())
 
-    def eviction_seconds(self, turn: Callable[[], Any]) -> float | None:
+    def eviction_seconds(self, work: Callable[[], Any]) -> float | None:
         """Return None, as llama.cpp evicts nothing."""
         return None
 

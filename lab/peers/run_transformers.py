@@ -79,7 +79,7 @@ class Growing:
         self.seen += len(ids)
         self.token = int(out.logits[0, -1].argmax())
 
-    def eviction_seconds(self, turn: Callable[[], Any]) -> float | None:
+    def eviction_seconds(self, work: Callable[[], Any]) -> float | None:
         """Return None, as transformers evicts nothing."""
         return None
 

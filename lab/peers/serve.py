@@ -34,7 +34,7 @@ class Program(Protocol):
         """Return the bytes that are allocated for the cache."""
 
     def fill(self, ids: list[int]) -> None:
-        """Fill the cache as after these tokens, at the untimed beginning of a turn.
+        """Fill the cache as after these tokens, at the untimed beginning of a measurement.
 
         Keys and values need not be those of `ids` if times do not depend on them.
         """
@@ -45,8 +45,8 @@ class Program(Protocol):
     def step(self) -> None:
         """Read the last token, until the next one is known."""
 
-    def eviction_seconds(self, turn: Callable[[], Any]) -> float | None:
-        """Return the seconds of `turn` that eviction took; None if they cannot be measured."""
+    def eviction_seconds(self, work: Callable[[], Any]) -> float | None:
+        """Return the seconds of `work` that eviction took; None if they cannot be measured."""
 
 
 def serve(load: Callable[[dict[str, Any]], Program]) -> None:
@@ -75,13 +75,13 @@ def serve(load: Callable[[dict[str, Any]], Program]) -> None:
     versions |= getattr(program, "libraries", {})  # versions of libraries outside of Python
     answer({"versions": {**versions, "python": platform.python_version()}})
     for line in sys.stdin:
-        answer(turn(program, **json.loads(line)))
+        answer(measure(program, **json.loads(line)))
 
 
-def turn(
+def measure(
     program: Program, work: str, n: int, tokens: int, seed: int, evictions: bool = False
 ) -> dict[str, Any]:
-    """Do one turn; return its times in seconds, and the bytes of process and cache.
+    """Measure once; return the times in seconds, and the bytes of process and cache.
 
     Args:
         program: the loaded model.

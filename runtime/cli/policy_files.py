@@ -26,10 +26,10 @@ NAMES = {  # names that class statements use
     "__name__": __name__, "ClassVar": ClassVar, "NamedTuple": NamedTuple, "dataclass": dataclass,
     "fields": fields, "torch": TORCH,
 }  # fmt: skip
-Rows = list[dict[str, Any]]
+Listing = list[dict[str, Any]]
 
 
-def read_list() -> tuple[Rows, Rows] | None:
+def read_list() -> tuple[Listing, Listing] | None:
     """Return the rows of policies and of companions; None where these must be imported for it."""
     spec = find_spec("kvcap.policies")
     if spec is None or spec.origin is None or entry_points(group="kvcap.policies"):
@@ -40,7 +40,7 @@ def read_list() -> tuple[Rows, Rows] | None:
         return None
 
 
-def _rows(folder: Path) -> tuple[Rows, Rows]:
+def _rows(folder: Path) -> tuple[Listing, Listing]:
     names = dict[str, Any](NAMES)
     for file in CONTRACTS:
         names = _executed(folder / "base" / f"{file}.py", names)

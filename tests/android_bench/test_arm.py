@@ -96,21 +96,21 @@ def on_arm_and_eager(folder: Path, keys, altered=None) -> dict[str, compare.Diff
             jobs.setdefault(str(file), []).append(label)
             wanted.append((label, graph, given))
     on_arm(folder, jobs)
-    found = {}
+    by_key = {}
     for label, graph, given in wanted:
         with np.load(folder / f"{label}.out.npz") as arrays:
             got = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
         with torch.inference_mode():
-            found[label] = compare.compared(graph, given, got)
-    return found
+            by_key[label] = compare.compared(graph, given, got)
+    return by_key
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [KEYDIFF, OTHERS], ids=["keydiff", "others"])
 def test_graphs_give_on_arm_what_eager_gives(keys, tmp_path):
-    found = on_arm_and_eager(tmp_path, keys)
-    assert len(found) >= 6 * len(keys)
-    assert {label: row for label, row in found.items() if not row.ok} == {}
+    pairs = on_arm_and_eager(tmp_path, keys)
+    assert len(pairs) >= 6 * len(keys)
+    assert {label: row for label, row in pairs.items() if not row.ok} == {}
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_a_wrong_graph_is_seen_on_arm_too(tmp_path):
         mean.op_type = "ReduceMax"
         onnx.save(model, file)
 
-    found = on_arm_and_eager(tmp_path, [("keydiff", "score", "stateless", "fp16")], spoil)
-    wrong = [label for label, row in found.items() if not row.ok]
+    pairs = on_arm_and_eager(tmp_path, [("keydiff", "score", "stateless", "fp16")], spoil)
+    wrong = [label for label, row in pairs.items() if not row.ok]
     assert any("random" in label for label in wrong)
     assert any("outliers" in label for label in wrong)

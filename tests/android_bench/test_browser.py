@@ -74,17 +74,17 @@ def plan(tmp_path_factory) -> Path:
 def small(plan, tmp_path_factory) -> Path:
     """Three cells of it on one thread."""
 
-    def shrink(found: Any, _: Path) -> None:
-        score = [c for c in found["cells"] if c["policy"] == "keydiff" and c["n"] in (64, 80)]
-        found |= {"cells": score, "threads": [1], "reference": score[0]["id"]}
+    def shrink(plan: Any, _: Path) -> None:
+        score = [c for c in plan["cells"] if c["policy"] == "keydiff" and c["n"] in (64, 80)]
+        plan |= {"cells": score, "threads": [1], "reference": score[0]["id"]}
 
     return edited(plan, tmp_path_factory.mktemp("small") / "plan", shrink)
 
 
 @pytest.fixture
 def serving(small, tmp_path) -> Iterator[Serving]:
-    with Serving(small, tmp_path / "results") as found:
-        yield found
+    with Serving(small, tmp_path / "results") as server:
+        yield server
 
 
 FLAGS = [
@@ -121,9 +121,9 @@ def measured(page: Any, serving: Serving) -> dict[str, Any]:
     """Press Start and wait for the file."""
     opened(page, serving.url).get_by_role("button", name="Start").click()
     page.locator("#outcome-text code").wait_for(timeout=SOON)
-    found = read_result(serving.landed.get(timeout=PATIENCE).path)
-    validate(found, BENCH, "the result", AssertionError)
-    return found
+    document = read_result(serving.landed.get(timeout=PATIENCE).path)
+    validate(document, BENCH, "the result", AssertionError)
+    return document
 
 
 def reach(page: Any, share: float) -> None:
@@ -143,33 +143,33 @@ def test_a_plan_runs_and_its_result_lands(plan, page, tmp_path):
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("request", lambda request: requests.append(request.url))
     with Serving(plan, tmp_path) as serving:
-        found = measured(page, serving)
+        document = measured(page, serving)
         assert all(url.startswith((serving.url, "blob:")) for url in requests)
-    rows = {(row["dtype"], row["stage"], row["threads"]) for row in found["cells"]}
+    rows = {(row["dtype"], row["stage"], row["threads"]) for row in document["cells"]}
     assert rows == {
         (d, s, t)
         for d, s in (("fp16", "score"), ("fp32", "score"), ("fp16", "evict"))
         for t in (1, 2)
     }
-    for row in found["cells"]:
+    for row in document["cells"]:
         assert (row["status"], row["provider_got"]) == ("ok", "wasm")
         assert row["parity"]["passed"], row
-        assert len(row["samples_us"]) == found["rules"]["rounds"]
-    assert found["run"]["complete"]
-    assert found["repeat"] is not None
-    assert {row["id"] for row in found["baselines"]} == {
+        assert len(row["samples_us"]) == document["rules"]["rounds"]
+    assert document["run"]["complete"]
+    assert document["repeat"] is not None
+    assert {row["id"] for row in document["baselines"]} == {
         entry["id"] for entry in json.loads((plan / PLAN_FILE).read_text())["baselines"]
     }
-    runtime = found["runtime"]
+    runtime = document["runtime"]
     assert (runtime["isolated"], runtime["telemetry"]) == (True, False)
     assert set(runtime["features"]) == {"simd", "threads"}
     assert runtime["timer_us"] < 50
-    memory = found["memory"]
+    memory = document["memory"]
     assert (memory["of"], memory["reason"]) == ("WebAssembly", None)
     assert memory["peak_bytes"] >= 16 << 20  # what the module begins with
     assert memory["peak_bytes"] % 65536 == 0  # pages of WebAssembly
-    assert found["device"]["source"] == "host"
-    assert title(found).startswith("HOST, not a phone")
+    assert document["device"]["source"] == "host"
+    assert title(document).startswith("HOST, not a phone")
     assert not said, "nothing on the console"
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -227,33 +227,33 @@ def test_webgpu_runs_what_it_can_and_names_what_it_lacks(serving, page):
     page.get_by_role("checkbox", name="WebAssembly, 1 thread").uncheck()
     page.get_by_role("button", name="Start").click()
     page.locator("#outcome-text code").wait_for(timeout=SOON)
-    found = serving.landed.get(timeout=PATIENCE).result
-    by_type = {row["dtype"]: row for row in found["cells"]}
+    document = serving.landed.get(timeout=PATIENCE).result
+    by_type = {row["dtype"]: row for row in document["cells"]}
     assert by_type["fp32"]["status"] == "ok"
     assert by_type["fp32"]["provider_got"].startswith("webgpu")
     assert by_type["fp32"]["parity"]["passed"]
     assert by_type["fp16"]["status"] == "skipped"
     assert "shader-f16" in by_type["fp16"]["reason"]
     assert "shader-f16" in page.locator("#skipped").inner_text()
-    assert found["memory"]["peak_bytes"] is None
-    assert "cannot read the memory of WebGPU" in found["memory"]["reason"]
+    assert document["memory"]["peak_bytes"] is None
+    assert "cannot read the memory of WebGPU" in document["memory"]["reason"]
 
 
 def test_a_wrong_graph_is_called_wrong(small, page, tmp_path):
-    def spoil(found, folder):
-        (cell,) = (c for c in found["cells"] if c["stage"] == "score" and c["dtype"] == "fp32")
+    def spoil(plan, folder):
+        (cell,) = (c for c in plan["cells"] if c["stage"] == "score" and c["dtype"] == "fp32")
         file = folder / cell["outputs"][0]["check"]["file"]
         numbers = np.fromfile(file, "<f4")
         numbers[3] += 1
         numbers.tofile(file)
 
     with Serving(edited(small, tmp_path / "plan", spoil), tmp_path / "results") as serving:
-        found = measured(page, serving)
-    verdicts = {(row["stage"], row["dtype"]): row["parity"] for row in found["cells"]}
+        document = measured(page, serving)
+    verdicts = {(row["stage"], row["dtype"]): row["parity"] for row in document["cells"]}
     assert not verdicts["score", "fp32"]["passed"]
     assert verdicts["score", "fp32"]["error"] == pytest.approx(1, abs=0.1)
     assert verdicts["evict", "fp16"]["passed"]
-    assert "parity" in {flag["kind"] for flag in found["validity"]["flags"]}
+    assert "parity" in {flag["kind"] for flag in document["validity"]["flags"]}
     page.get_by_role("radio", name="fp32").check()
     assert "wrong" in page.locator("tbody").first.inner_text()
 
@@ -271,8 +271,8 @@ def test_a_missing_model_fails_its_cells_alone(small, page, tmp_path):
         gone.unlink()
         page.get_by_role("button", name="Start").click()
         page.locator("#outcome-text code").wait_for(timeout=SOON)
-        found = serving.landed.get(timeout=PATIENCE).result
-    states = {row["stage"]: (row["status"], row["reason"]) for row in found["cells"]}
+        document = serving.landed.get(timeout=PATIENCE).result
+    states = {row["stage"]: (row["status"], row["reason"]) for row in document["cells"]}
     assert states["score"] == ("ok", None)
     assert states["evict"][0] == "failed"
     assert gone.name in states["evict"][1]
@@ -289,11 +289,11 @@ def test_over_plain_http_there_is_one_thread_and_the_page_says_so(plan, page, tm
             assert status == 403
             assert "QR code" in text
         assert asked(serving, "POST", "/results", b"{}")[0] in (403, 405)
-        found = measured(page, serving)
+        document = measured(page, serving)
     assert len(token) >= 20
-    assert not found["runtime"]["isolated"]
-    assert found["runtime"]["timer_us"] >= 50
-    for row in found["cells"]:
+    assert not document["runtime"]["isolated"]
+    assert document["runtime"]["timer_us"] >= 50
+    for row in document["cells"]:
         if row["threads"] == 1:
             assert row["parity"]["passed"]
         else:
@@ -325,9 +325,9 @@ def test_a_closed_tab_loses_nothing(plan, browser, tmp_path):
         page.get_by_role("button", name="Send it").click()
         page.get_by_role("heading", name="Ended early").wait_for()
         page.locator("#outcome-text code").wait_for(timeout=SOON)
-        found = serving.landed.get(timeout=PATIENCE).result
-        assert not found["run"]["complete"]
-        assert "interrupted" in {flag["kind"] for flag in found["validity"]["flags"]}
+        document = serving.landed.get(timeout=PATIENCE).result
+        assert not document["run"]["complete"]
+        assert "interrupted" in {flag["kind"] for flag in document["validity"]["flags"]}
         page.reload()
         page.locator("#start:visible").wait_for(timeout=SOON)
         assert page.locator("#earlier").is_hidden()
@@ -340,9 +340,9 @@ def test_stopping_keeps_what_there_is(plan, page, tmp_path):
         reach(page, 0.2)
         page.get_by_role("button", name="Stop").click()
         page.locator("#outcome-text code").wait_for(timeout=SOON)
-        found = serving.landed.get(timeout=PATIENCE).result
-    assert not found["run"]["complete"]
-    assert {row["status"] for row in found["cells"]} == {"ok", "skipped"}
+        document = serving.landed.get(timeout=PATIENCE).result
+    assert not document["run"]["complete"]
+    assert {row["status"] for row in document["cells"]} == {"ok", "skipped"}
 
 
 @pytest.mark.slow
@@ -385,12 +385,12 @@ def test_a_locked_screen_pauses_and_is_told(plan, page, tmp_path):
         lock("visible")
         page.get_by_role("heading", name="Done, with interruptions").wait_for(timeout=SOON)
         page.locator("#outcome-text code").wait_for(timeout=SOON)
-        found = serving.landed.get(timeout=PATIENCE).result
-    assert found["run"]["complete"]
-    (span,) = found["run"]["interrupted"]
+        document = serving.landed.get(timeout=PATIENCE).result
+    assert document["run"]["complete"]
+    (span,) = document["run"]["interrupted"]
     assert span["from"] < span["to"]
-    assert {row["status"] for row in found["cells"]} == {"ok"}
-    assert "interrupted" in {flag["kind"] for flag in found["validity"]["flags"]}
+    assert {row["status"] for row in document["cells"]} == {"ok"}
+    assert "interrupted" in {flag["kind"] for flag in document["validity"]["flags"]}
 
 
 @pytest.mark.slow
@@ -467,9 +467,9 @@ def test_a_phone_whose_signs_agree_is_real(signs):
     ],
 )
 def test_one_sign_against_it_is_enough(signs, change, source, said):
-    found = origin({**signs, **change}, change.get("user_agent", signs["user_agent"]))
-    assert found.source == source
-    assert said in found.reason
+    judged = origin({**signs, **change}, change.get("user_agent", signs["user_agent"]))
+    assert judged.source == source
+    assert said in judged.reason
 
 
 def test_the_page_and_its_requests_must_be_one_browser():
@@ -505,14 +505,14 @@ def test_where_every_sign_agrees_the_result_is_a_phones(browser, small, tmp_path
     context.add_init_script(FORGED)
     with Serving(small, tmp_path) as serving:
         page = context.new_page()
-        found = measured(page, serving)
+        document = measured(page, serving)
         assert page.title() == "How fast is eviction on this phone?"
         assert page.locator("#origin").inner_text().startswith("A real phone")
     context.close()
-    device = found["device"]
+    device = document["device"]
     assert (device["source"], device["model"], device["android"]) == ("real", "Pixel 9", "16")
-    assert title(found).startswith("Pixel 9, Android 16, in a browser")
-    assert "source" not in {flag["kind"] for flag in found["validity"]["flags"]}
+    assert title(document).startswith("Pixel 9, Android 16, in a browser")
+    assert "source" not in {flag["kind"] for flag in document["validity"]["flags"]}
 
 
 # What the server takes and gives
@@ -535,15 +535,15 @@ def test_a_result_is_stored_once_and_never_overwritten(serving, result):
 
 def broken(change: Any) -> Any:
     def make(result: dict[str, Any]) -> bytes:
-        found = copy.deepcopy(result)
-        change(found)
-        return json.dumps(found).encode()
+        document = copy.deepcopy(result)
+        change(document)
+        return json.dumps(document).encode()
 
     return make
 
 
-def twice(found):
-    found["cells"].append(found["cells"][0])
+def twice(document):
+    document["cells"].append(document["cells"][0])
 
 
 @pytest.mark.slow(keep=10)
@@ -644,12 +644,12 @@ def own_address() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
-            found: str = probe.getsockname()[0]
+            address: str = probe.getsockname()[0]
         except OSError:
             pytest.skip("this machine is in no network")
-    if found.startswith("127."):
+    if address.startswith("127."):
         pytest.skip("this machine has no address but loopback")
-    return found
+    return address
 
 
 # The command
@@ -779,14 +779,14 @@ def test_spreads_and_what_is_wild_are_those_of_the_report(module):
     assert module("stats.js", "m.WILD") == WILD
     for most in (2.4, 2.6):
         samples = [1.0, *[2.0] * 5, *[most] * 5]
-        found, expected = (
+        shown, expected = (
             module("stats.js", "m.summary({ samples_us: [given] })", samples),
             statistics([samples]),
         )
-        assert [found[name] for name in ("least", "us", "most")] == pytest.approx(
+        assert [shown[name] for name in ("least", "us", "most")] == pytest.approx(
             [expected[name] for name in ("min_us", "p50_us", "p90_us")]
         )
-        assert found["wild"] == (spread(expected) > WILD) == (most > 2.5)
+        assert shown["wild"] == (spread(expected) > WILD) == (most > 2.5)
 
 
 def test_lines_differ_in_more_than_colour(module, plan):
@@ -813,7 +813,7 @@ def test_lines_differ_in_more_than_colour(module, plan):
         ]
         for n in (32, 64, 128)
     ]
-    found = module(
+    styles = module(
         "chart.js",
         """await (async () => {
             const { lines, styles } = await import("./series.js");
@@ -830,24 +830,24 @@ def test_lines_differ_in_more_than_colour(module, plan):
                 colour: line.getAttribute("class") })) })()""",
         cells,
     )
-    assert len(found) == 7
-    assert len({mark for line in found for mark in line["marks"]}) == 7
-    assert all(len(line["marks"]) == 1 for line in found)
-    assert len({line["dash"] for line in found[:4]}) == 4
-    assert len({line["colour"] for line in found}) == 7
-    assert {(line["wild"], line["bars"]) for line in found} == {(1, 3)}
+    assert len(styles) == 7
+    assert len({mark for line in styles for mark in line["marks"]}) == 7
+    assert all(len(line["marks"]) == 1 for line in styles)
+    assert len({line["dash"] for line in styles[:4]}) == 4
+    assert len({line["colour"] for line in styles}) == 7
+    assert {(line["wild"], line["bars"]) for line in styles} == {(1, 3)}
 
 
 def test_every_policy_of_a_plan_has_a_name_for_people(module):
     policies = with_graphs_of_their_own()
-    found = dict(
+    names = dict(
         zip(policies, module("series.js", "given.map(m.policyName)", policies), strict=True)
     )
-    assert [name for name, shown in found.items() if not shown[0].isupper()] == []
-    assert not any("_" in shown for shown in found.values())
-    assert len(set(found.values())) == len(policies)
-    assert found["expected_attention"] == "Expected Attention"
-    assert found["obcache-h2o"] == "OBCache-h2o"
+    assert [name for name, shown in names.items() if not shown[0].isupper()] == []
+    assert not any("_" in shown for shown in names.values())
+    assert len(set(names.values())) == len(policies)
+    assert names["expected_attention"] == "Expected Attention"
+    assert names["obcache-h2o"] == "OBCache-h2o"
 
 
 @pytest.mark.parametrize("slots", [[512, 2048, 8192], [64, 128, 4096, 8192]])
@@ -855,10 +855,10 @@ def test_fits_and_percentiles_are_those_of_the_report(module, slots):
     generator = np.random.default_rng(len(slots))
     for _ in range(5):
         times = (generator.random() * 50 + generator.random(len(slots)) * np.array(slots)).tolist()
-        found = module("stats.js", "m.line(given)", list(zip(slots, times, strict=True)))
+        fitted = module("stats.js", "m.line(given)", list(zip(slots, times, strict=True)))
         expected = fit(slots, times)
-        assert found["t0"] == pytest.approx(expected["t0_us"], abs=1e-6)
-        assert found["slope"] * 1024 == pytest.approx(expected["us_per_1024"])
+        assert fitted["t0"] == pytest.approx(expected["t0_us"], abs=1e-6)
+        assert fitted["slope"] * 1024 == pytest.approx(expected["us_per_1024"])
         for share in (0.5, 0.9):
             got = module("stats.js", f"m.percentile(given, {share})", times)
             assert got == pytest.approx(np.percentile(times, 100 * share))
@@ -895,7 +895,7 @@ VALUES = {
 def test_wrong_outputs_are_caught(module, ports, outputs, said):
     right = {"kept": [0, 2], "rows": [1, 2, 5, 6], "by": [1, 3]}
     given = {"ports": ports, "outputs": {**right, **outputs}}
-    found = module(
+    parity = module(
         "parity.js",
         """await (async () => {
             const files = { slots: new Uint8Array([1, 0, 2, 1]), by: new Float32Array([1, 2, 3, 4]),
@@ -907,9 +907,9 @@ def test_wrong_outputs_are_caught(module, ports, outputs, said):
                             async file => files[file].buffer) })()""",
         given,
     )
-    assert found["passed"] == (said is None)
+    assert parity["passed"] == (said is None)
     if said is not None:
-        assert said in found["text"]
+        assert said in parity["text"]
 
 
 # The libraries beside the page

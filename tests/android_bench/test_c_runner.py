@@ -95,9 +95,9 @@ def bench(here, plan, tmp_path):
 
 
 def changed(folder: Path, change) -> None:
-    found = json.loads((folder / "plan.json").read_text())
-    change(found)
-    (folder / "plan.json").write_text(json.dumps(found))
+    document = json.loads((folder / "plan.json").read_text())
+    change(document)
+    (folder / "plan.json").write_text(json.dumps(document))
 
 
 def test_the_c_runner_refuses_wrong_input(bench):
@@ -203,12 +203,12 @@ def test_a_provider_that_the_library_lacks_is_refused(bench):
 def test_help_of_the_cpu_is_told(bench):
     """Azure's provider, which PyPI's ONNX Runtime has, can run no node of these graphs."""
     assert bench("--provider", "azure").returncode == 0
-    found = judged(read_result(bench.out))
-    asked = {(row["provider_asked"], row["provider_got"]) for row in found["cells"]}
-    assert asked == {("azure", "azure+cpu")}
-    assert all(row["parity"]["passed"] for row in found["cells"])
-    kinds = [flag["kind"] for flag in found["validity"]["flags"]]
-    assert kinds.count("endpoint") == len(found["cells"])
+    document = judged(read_result(bench.out))
+    providers = {(row["provider_asked"], row["provider_got"]) for row in document["cells"]}
+    assert providers == {("azure", "azure+cpu")}
+    assert all(row["parity"]["passed"] for row in document["cells"])
+    kinds = [flag["kind"] for flag in document["validity"]["flags"]]
+    assert kinds.count("endpoint") == len(document["cells"])
 
 
 def test_providers_are_asked_for_as_onnxruntime_wants_them(bench, here, tmp_path):
@@ -264,9 +264,9 @@ def test_peak_memory_is_what_the_run_needed(bench):
     """A copy of 64 MB raises the peak by both its ends; ONNX Runtime takes some, too."""
     changed(bench.folder, lambda plan: plan["baselines"][0].update(bytes=64_000_000))
     assert bench().returncode == 0
-    found = read_result(bench.out)["memory"]
-    assert (found["of"], found["reason"]) == ("process", None)
-    assert 128_000_000 < found["peak_bytes"] < 1_000_000_000
+    memory = read_result(bench.out)["memory"]
+    assert (memory["of"], memory["reason"]) == ("process", None)
+    assert 128_000_000 < memory["peak_bytes"] < 1_000_000_000
 
 
 def test_short_runs_are_sampled_together(bench):

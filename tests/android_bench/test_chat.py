@@ -97,12 +97,12 @@ def test_logits_and_kept_tokens_are_pythons(slides, mode, tmp_path_factory, page
         folder = sliding_decoder(tmp_path_factory, mode) / "decoder"
     else:
         folder = pocket_decoder(tmp_path_factory, mode)
-    found = read(folder)
-    sample, block = found.facts["sample"], found.facts["block_size"]
+    figures = read(folder)
+    sample, block = figures.facts["sample"], figures.facts["block_size"]
     text = sample["prompt"] * 3
     runs = [block, block - 5, *[block] * 6, *[1] * 40, block // 4 + 1, block]
     python = ExportedDecoder(
-        found, Graph(found.decoder, 1), evictors_of(found, 1), block, min(EVICT_EVERY, block)
+        figures, Graph(figures.decoder, 1), evictors_of(figures, 1), block, min(EVICT_EVERY, block)
     )
     seen, expected = 0, []
     for length in runs:

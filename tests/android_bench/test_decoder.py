@@ -84,8 +84,8 @@ def check_row(row: dict[str, Any], plan: Path) -> None:
 
 
 def test_a_plan_holds_the_decoder_and_the_scores_of_its_layers(plan):
-    found = read_plan(plan)
-    assert found["shape"] == {
+    document = read_plan(plan)
+    assert document["shape"] == {
         "name": "pocket",
         "batch": 1,
         "kv_heads": 2,
@@ -93,10 +93,10 @@ def test_a_plan_holds_the_decoder_and_the_scores_of_its_layers(plan):
         "head_dim": 64,
         "block": 32,
     }
-    decoder = found["decoder"]
+    decoder = document["decoder"]
     assert decoder["id"] == "decoder.pocket.keydiff.fp32.n128"
     assert len(decoder["check"]["prompt"]) > 128, "what is checked passes the budget"
-    names = {entry["file"] for entry in found["files"]}
+    names = {entry["file"] for entry in document["files"]}
     facts = json.loads((plan / "decoder" / "kvcap.json").read_text())
     assert names >= {"decoder/kvcap.json", *(f"decoder/{e['file']}" for e in facts["files"])}
 
@@ -120,7 +120,7 @@ def test_the_c_runner_times_it(plan, tmp_path_factory, tmp_path):
     assert done.returncode == 0, done.stderr
     check_row(only(judge.judged(read_result(tmp_path / "c.json"))), plan)
 
-    def state(found: Any, folder: Path) -> None:
+    def state(plan_document: Any, folder: Path) -> None:
         file = folder / "decoder" / "kvcap.json"
         facts = json.loads(file.read_text())
         facts["state"].append({**facts["state"][-1], "name": "accumulated"})
@@ -144,8 +144,11 @@ def test_runners_time_a_decoder_whose_layers_slide(mode, tmp_path_factory, tmp_p
     command = c_command(here, plan, tmp_path / "c.json")
     done = ran(command)
     assert done.returncode == 0, done.stderr
-    found = {"c": read_result(tmp_path / "c.json"), "python": run_here(plan, ["--cores", "none"])}
-    for result in found.values():
+    by_runner = {
+        "c": read_result(tmp_path / "c.json"),
+        "python": run_here(plan, ["--cores", "none"]),
+    }
+    for result in by_runner.values():
         row = only(result)
         assert row["status"] == "ok", row["reason"]
         assert row["parity"]["passed"], row["parity"]
@@ -161,8 +164,8 @@ def test_the_page_times_it(browser, plan, tmp_path):
         page = browser.new_page(viewport={"width": 360, "height": 740})
         page.goto(serving.url + "#start")
         page.locator("#outcome-text code").wait_for(timeout=1000 * PATIENCE)
-        found = serving.landed.get(timeout=PATIENCE).result
-        check_row(only(found), plan)
+        document = serving.landed.get(timeout=PATIENCE).result
+        check_row(only(document), plan)
         assert "tokens/s" in page.locator("#decoders").inner_text()
         assert "Writing on and on" in page.locator("#sustained").inner_text()
 
@@ -180,45 +183,45 @@ def test_the_server_takes_no_other_decoder(result, plan, tmp_path):
 
 
 def test_wrong_logits_are_called_wrong(plan, tmp_path):
-    def spoil(found: Any, folder: Path) -> None:
-        found["decoder"] |= {"sustained_seconds": 0, "long_tokens": 1, "answer_tokens": 2}
-        file = folder / found["decoder"]["check"]["file"]
+    def spoil(document: Any, folder: Path) -> None:
+        document["decoder"] |= {"sustained_seconds": 0, "long_tokens": 1, "answer_tokens": 2}
+        file = folder / document["decoder"]["check"]["file"]
         logits = np.fromfile(file, "<f4")
         logits[7] += 1
         logits.tofile(file)
 
-    found = run_here(edited(plan, tmp_path / "plan", spoil), ["--cores", "none"])
-    assert not only(found)["parity"]["passed"]
-    assert only(found)["parity"]["error"] == pytest.approx(1, abs=0.1)
-    assert "parity" in {flag["kind"] for flag in found["validity"]["flags"]}
-    assert "WRONG" in table.markdown([found])
+    document = run_here(edited(plan, tmp_path / "plan", spoil), ["--cores", "none"])
+    assert not only(document)["parity"]["passed"]
+    assert only(document)["parity"]["error"] == pytest.approx(1, abs=0.1)
+    assert "parity" in {flag["kind"] for flag in document["validity"]["flags"]}
+    assert "WRONG" in table.markdown([document])
 
 
 def test_a_report_has_its_speeds_and_their_drift(result, tmp_path):
-    found = copy.deepcopy(result)
-    row = only(found)
+    document = copy.deepcopy(result)
+    row = only(document)
     row |= {
         "first_ms": [50.0, 70.0, 60.0],
         "token_us": [[9000.0, 11000.0]],
         "long_ms": [600.0],
         "sustained": [{"seconds": 30.0, "tokens": 600}, {"seconds": 30.0, "tokens": 300}],
     }
-    found = judge.judged(found)
-    text = table.markdown([found])
+    document = judge.judged(document)
+    text = table.markdown([document])
     assert "| decoder.pocket.keydiff.fp32.n128 | cpu | 1 | 60.0 (20 tokens) | 100 " in text
     assert "500 (300 tokens, 6 blocks evict)" in text
     assert "-50% from first to last: 20.0, 10.0" in text
-    flags = {flag["kind"]: flag["text"] for flag in found["validity"]["flags"] if flag["cell"]}
+    flags = {flag["kind"]: flag["text"] for flag in document["validity"]["flags"] if flag["cell"]}
     assert "-50%" in flags["throttled"]
-    assert "token_us" not in only(judge.rows_of(found))
-    chart.draw([found], tmp_path / "chart.png")
+    assert "token_us" not in only(judge.rows_of(document))
+    chart.draw([document], tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 10_000
-    beside = table.markdown([found, found])
+    beside = table.markdown([document, document])
     assert "60.0, 100, 500" in beside
-    slower = copy.deepcopy(found)
+    slower = copy.deepcopy(document)
     only(slower)["token_us"] = [[20000.0]]
     only(slower)["first_ms"] = [30.0]
-    worse = regress.regressions(judge.judged(slower), found, 0.1)
+    worse = regress.regressions(judge.judged(slower), document, 0.1)
     assert [line for line in worse if "decoder" in line] == [
         "decoder.pocket.keydiff.fp32.n128 (cpu, 1): tokens a second 50.0, 100.0 before"
     ]
@@ -230,8 +233,8 @@ def test_what_cannot_be_timed_is_refused_by_name(plan, tmp_path, capsys):
     with pytest.raises(PlanBroken, match="--answer-tokens"):
         DecoderWork(answer=1)
 
-    def lengths(found: Any, _: Path) -> None:
-        found["decoder"]["check"]["runs"].append(1)
+    def lengths(plan_document: Any, _: Path) -> None:
+        plan_document["decoder"]["check"]["runs"].append(1)
 
     with pytest.raises(PlanBroken, match="another length"):
         read_plan(edited(plan, tmp_path / "runs", lengths))

@@ -63,15 +63,15 @@ def test_a_changed_result_is_refused_or_reported_safely(tmp_path_factory, mutati
     file = tmp_path_factory.mktemp("fuzz") / "r.json"
     file.write_bytes(written(mutated(result(), mutations)))
     try:
-        found = judged(read_result(file))
+        document = judged(read_result(file))
     except ResultBroken as error:
         safe_line(str(error))
         return
-    safe_markdown(table.markdown([found]), 2)
-    safe_markdown(table.markdown([found, judged(result())]), 3)
-    write_json(found, file)
+    safe_markdown(table.markdown([document]), 2)
+    safe_markdown(table.markdown([document, judged(result())]), 3)
+    write_json(document, file)
     again = read_result(file)  # what was accepted is accepted once more
-    assert judged(again)["validity"] == found["validity"]
+    assert judged(again)["validity"] == document["validity"]
 
 
 def test_a_change_that_comes_twice_makes_no_circle():
@@ -97,10 +97,10 @@ def test_a_changed_result_that_is_sent_is_refused_or_written(tmp_path_factory, m
 @given(MUTATIONS)
 def test_a_changed_plan_is_refused_or_stays_in_its_folder(tmp_path_factory, mutations):
     folder = put(tmp_path_factory.mktemp("fuzz"))
-    found = mutated(plan(), mutations)
-    if "id" in found:
-        found["id"] = plan_id(found)  # or nothing but the id would be refused
-    (folder / "plan.json").write_bytes(written(found))
+    document = mutated(plan(), mutations)
+    if "id" in document:
+        document["id"] = plan_id(document)  # or nothing but the id would be refused
+    (folder / "plan.json").write_bytes(written(document))
     try:
         read = read_plan(folder)
     except PlanBroken as error:
@@ -114,16 +114,16 @@ def test_a_changed_plan_is_refused_or_stays_in_its_folder(tmp_path_factory, muta
 
 def test_the_good_ones_are_good(tmp_path):
     assert read_plan(put(tmp_path))["id"] == plan()["id"]
-    found = Results(tmp_path / "r", plan()).take(written(result()), "").result
-    kinds = {flag["kind"] for flag in found["validity"]["flags"]}
+    document = Results(tmp_path / "r", plan()).take(written(result()), "").result
+    kinds = {flag["kind"] for flag in document["validity"]["flags"]}
     assert kinds == {"failed", "rules"}
 
 
 def test_rounds_without_samples_are_no_fault(tmp_path):
-    found = result()
-    found["baselines"][0]["samples_us"] = [[], []]
-    found["cells"][4]["samples_us"] = [[]]
-    text = table.markdown([judged(found)])
+    document = result()
+    document["baselines"][0]["samples_us"] = [[], []]
+    document["cells"][4]["samples_us"] = [[]]
+    text = table.markdown([judged(document)])
     assert "5 of 6 cells ran" in text
 
 
@@ -144,7 +144,7 @@ def test_words_of_others_stay_one_line_and_no_markup(text):
 @pytest.mark.parametrize("evil", EVIL)
 def test_no_field_brings_markup_into_a_report_or_breaks_a_chart(evil, tmp_path, capsys):
     """Every field of text, one after the other and all together."""
-    found = result()
+    document = result()
     short = evil[:100]
     for part, name in (
         ("device", "model"),
@@ -154,23 +154,23 @@ def test_no_field_brings_markup_into_a_report_or_breaks_a_chart(evil, tmp_path, 
         ("shape", "name"),
         ("runtime", "version"),
     ):
-        found[part][name] = short
-    found["conditions"]["before"] |= {"governor": [short], "thermal": {short: 1.0}}
-    for row in found["cells"]:
+        document[part][name] = short
+    document["conditions"]["before"] |= {"governor": [short], "thermal": {short: 1.0}}
+    for row in document["cells"]:
         row |= {"policy": short, "formulation": short, "provider_got": short}
         row |= {"provider_asked": short, "id": short + row["id"]}
-    found["cells"][4]["reason"] = evil[:2000]
-    found["run"]["reference"] = found["cells"][0]["id"]
-    found["repeat"] = None
-    (tmp_path / "r.json").write_bytes(written(found))
+    document["cells"][4]["reason"] = evil[:2000]
+    document["run"]["reference"] = document["cells"][0]["id"]
+    document["repeat"] = None
+    (tmp_path / "r.json").write_bytes(written(document))
     files = ["--plot", str(tmp_path / "r.png"), "-o", str(tmp_path / "r.md")]
     assert run(["android", "report", str(tmp_path / "r.json"), *files]) == 0
     said = capsys.readouterr()
     safe_markdown(said.out, 2)
     assert (tmp_path / "r.md").read_text() == said.out
     assert (tmp_path / "r.png").stat().st_size > 10_000
-    found["run"]["plan"] = evil
-    (tmp_path / "r.json").write_bytes(written(found))
+    document["run"]["plan"] = evil
+    (tmp_path / "r.json").write_bytes(written(document))
     assert run(["android", "report", str(tmp_path / "r.json")]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
@@ -184,14 +184,14 @@ def test_what_a_device_says_does_not_reach_the_terminal_as_it_is(capsys):
 
 
 def test_a_chart_of_very_many_lines_shows_the_first(tmp_path):
-    found = result()
-    found["cells"] = [
-        {**found["cells"][0], "id": f"p{i}.n{n}", "policy": f"p{i}", "n": n}
+    document = result()
+    document["cells"] = [
+        {**document["cells"][0], "id": f"p{i}.n{n}", "policy": f"p{i}", "n": n}
         for i in range(40)
         for n in range(1, 60, 10)
     ]
-    found |= {"repeat": None}
-    draw([judged(found)], tmp_path / "r.png")
+    document |= {"repeat": None}
+    draw([judged(document)], tmp_path / "r.png")
     assert (tmp_path / "r.png").stat().st_size > 10_000
 
 
@@ -199,9 +199,9 @@ def test_each_policy_of_a_plan_has_a_colour_of_its_own():
     policies = with_graphs_of_their_own()
     cell = result()["cells"][0]
     lines = {(name,): [{**cell, "policy": name}] for name in policies}
-    found = _styles(lines)
-    assert len({style["color"] for style in found}) == len(policies)
-    assert found == _styles(lines)
+    styles = _styles(lines)
+    assert len({style["color"] for style in styles}) == len(policies)
+    assert styles == _styles(lines)
 
 
 # Size
@@ -231,16 +231,16 @@ def calls(work: Any) -> int:
 )  # fmt: skip
 def test_many_faults_cost_no_more_than_one(path, value):
     def faulty(count: int) -> dict[str, Any]:
-        found = result()
-        holder: Any = found
+        document = result()
+        holder: Any = document
         for key in path[:-1]:
             holder = holder[key]
         holder[path[-1]] = [value] * count
-        return found
+        return document
 
-    def refuse(found: dict[str, Any]) -> None:
+    def refuse(document: dict[str, Any]) -> None:
         with pytest.raises(ResultBroken, match=path[0]):
-            validate(found, BENCH, "the result", ResultBroken)
+            validate(document, BENCH, "the result", ResultBroken)
 
     refuse(faulty(1))  # what is made once is made
     few_faults, many_faults = faulty(1), faulty(900)
@@ -248,18 +248,18 @@ def test_many_faults_cost_no_more_than_one(path, value):
 
 
 def test_long_lists_of_numbers_are_looked_at_as_a_whole():
-    found = result()
+    document = result()
 
     def held(count: int) -> int:
-        found["cells"][0]["samples_us"][0] = [1.5] * count
-        return calls(lambda: validate(found, BENCH, "the result", ResultBroken))
+        document["cells"][0]["samples_us"][0] = [1.5] * count
+        return calls(lambda: validate(document, BENCH, "the result", ResultBroken))
 
     def refused(count: int) -> int:
-        found["cells"][0]["samples_us"][0] = [*[1.5] * count, "x"]
+        document["cells"][0]["samples_us"][0] = [*[1.5] * count, "x"]
 
         def refuse() -> None:
             with pytest.raises(ResultBroken, match=f"samples_us/0/{count}: 'x' is not of type"):
-                validate(found, BENCH, "the result", ResultBroken)
+                validate(document, BENCH, "the result", ResultBroken)
 
         return calls(refuse)
 
@@ -275,38 +275,38 @@ def test_every_part_of_both_formats_is_bounded():
         document = json.loads((SCHEMAS / name).read_text())
         waiting = [(name, document)]
         while waiting:
-            place, node = waiting.pop()
+            path, node = waiting.pop()
             if isinstance(node, list):
-                waiting += [(f"{place}/{i}", one) for i, one in enumerate(node)]
+                waiting += [(f"{path}/{i}", one) for i, one in enumerate(node)]
                 continue
             if not isinstance(node, dict):
                 continue
-            waiting += [(f"{place}/{key}", one) for key, one in node.items()]
+            waiting += [(f"{path}/{key}", one) for key, one in node.items()]
             types = node.get("type", [])
-            if place.endswith("/properties") or "const" in node or "enum" in node:
+            if path.endswith("/properties") or "const" in node or "enum" in node:
                 continue
             types = [types] if isinstance(types, str) else types
             if "string" in types:
                 pattern = node.get("pattern", "")
-                assert "maxLength" in node or re.search(r"\{\d+\}\$", pattern), place
+                assert "maxLength" in node or re.search(r"\{\d+\}\$", pattern), path
             if {"number", "integer"} & {*types}:
-                assert "maximum" in node, place
-                assert "minimum" in node or "exclusiveMinimum" in node, place
+                assert "maximum" in node, path
+                assert "minimum" in node or "exclusiveMinimum" in node, path
             if "array" in types:
-                assert "maxItems" in node, place
+                assert "maxItems" in node, path
             if "object" in types and "allOf" not in node:
-                assert node.get("additionalProperties") is False or "maxProperties" in node, place
+                assert node.get("additionalProperties") is False or "maxProperties" in node, path
 
 
 def test_documents_of_very_many_parts_are_not_read():
     with pytest.raises(ResultBroken, match="lists and objects"):
         parsed(b"[" + b"{}," * PARTS + b"{}]", "the result", ResultBroken)
     for text in ("[" * 900 + "]" * 900, '{"a":' * 900 + "1" + "}" * 900):
-        found = json.loads(text)
+        document = json.loads(text)
         with pytest.raises(ResultBroken):
-            validate({"schema": BENCH, "run": found}, BENCH, "the result", ResultBroken)
+            validate({"schema": BENCH, "run": document}, BENCH, "the result", ResultBroken)
         with pytest.raises(ResultBroken):
-            validate({"schema": found}, BENCH, "the result", ResultBroken)
+            validate({"schema": document}, BENCH, "the result", ResultBroken)
 
 
 # Files

@@ -86,21 +86,21 @@ def result(folder, tmp_path_factory):
 @pytest.fixture
 def clean(result):
     """A result without a doubt, with samples that are known: 1 to 100 times the slots."""
-    found = copy.deepcopy(result)
-    found["rules"] |= {"warmup_runs": 5, "warmup_seconds": 0.5, "min_runs": 50, "min_seconds": 2}
-    for row in (*found["cells"], *found["baselines"]):
+    document = copy.deepcopy(result)
+    document["rules"] |= {"warmup_runs": 5, "warmup_seconds": 0.5, "min_runs": 50, "min_seconds": 2}
+    for row in (*document["cells"], *document["baselines"]):
         for name in [name for name in row if name.endswith("_us") or name == "gb_per_s"]:
             del row[name]
         middle = 1000.0 * row.get("n", 10)
         row["samples_us"] = [[middle * (0.9 + i / 500) for i in range(100)] for _ in range(3)]
-    first = found["cells"][0]
-    found["repeat"] = {
+    first = document["cells"][0]
+    document["repeat"] = {
         name: first[name] for name in ("id", "threads", "provider_asked", "runs_per_sample")
     }
-    found["repeat"]["samples_us"] = list(first["samples_us"][0])
+    document["repeat"]["samples_us"] = list(first["samples_us"][0])
     for name in ("derived", "validity"):
-        del found[name]
-    return found
+        del document[name]
+    return document
 
 
 def edited(folder: Path, target: Path, change: Any) -> Path:
@@ -312,9 +312,9 @@ def test_the_runner_gives_samples_of_this_machine(folder, tmp_path):
     out = tmp_path / "r.json"
     done = runner(str(folder / "plan.json"), "-o", str(out), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = read_result(out)
-    assert judge.judged(found)["device"]["source"] == "host"
-    for row in found["cells"]:
+    document = read_result(out)
+    assert judge.judged(document)["device"]["source"] == "host"
+    for row in document["cells"]:
         assert row.items() >= statistics(row["samples_us"]).items()
         assert f"{row['id']} (cpu, {row['threads']}): p50 {row['p50_us']:.1f}, p90 " in done.stderr
 
@@ -323,8 +323,8 @@ def test_the_runner_leaves_no_telemetry(folder, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     env = {"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
-    asked = (str(folder / "plan.json"), "-o", str(tmp_path / "r.json"))
-    done = runner(*asked, cwd=tmp_path, **env)
+    arguments = (str(folder / "plan.json"), "-o", str(tmp_path / "r.json"))
+    done = runner(*arguments, cwd=tmp_path, **env)
     assert done.returncode == 0, done.stderr
     assert not list(home.rglob("*"))
 
@@ -360,13 +360,13 @@ def test_a_graph_that_cannot_run_fails_alone(folder, tmp_path):
     out = tmp_path / "r.json"
     done = runner(str(path / "plan.json"), "-o", str(out), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = judge.judged(read_result(out))
-    states = {row["id"]: row["status"] for row in found["cells"]}
+    document = judge.judged(read_result(out))
+    states = {row["id"]: row["status"] for row in document["cells"]}
     assert states.pop("broken") == "failed"
     assert set(states.values()) == {"ok"}
-    (flag,) = [flag for flag in found["validity"]["flags"] if flag["kind"] == "failed"]
+    (flag,) = [flag for flag in document["validity"]["flags"] if flag["kind"] == "failed"]
     assert flag["cell"].startswith("broken")
-    assert not found["validity"]["ok"]
+    assert not document["validity"]["ok"]
 
 
 def test_a_run_without_any_cell_exits_1(folder, tmp_path):
@@ -376,16 +376,16 @@ def test_a_run_without_any_cell_exits_1(folder, tmp_path):
     path = edited(folder, tmp_path / "plan", spoil)
     out = tmp_path / "r.json"
     assert runner(str(path / "plan.json"), "-o", str(out), cwd=tmp_path).returncode == 1
-    found = judge.judged(read_result(out))
-    assert found["repeat"] is None
-    assert {"failed", "drift"} <= {flag["kind"] for flag in found["validity"]["flags"]}
+    document = judge.judged(read_result(out))
+    assert document["repeat"] is None
+    assert {"failed", "drift"} <= {flag["kind"] for flag in document["validity"]["flags"]}
 
 
 def test_threads_without_cores_are_skipped(folder, tmp_path):
     out = tmp_path / "r.json"
     some = str(min(os.sched_getaffinity(0)))
-    asked = ("--threads", "1,2", "--cores", some)
-    done = runner(str(folder / "plan.json"), "-o", str(out), *asked, cwd=tmp_path)
+    arguments = ("--threads", "1,2", "--cores", some)
+    done = runner(str(folder / "plan.json"), "-o", str(out), *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     states = {(row["threads"], row["status"]) for row in read_result(out)["cells"]}
     assert states == {(1, "ok"), (2, "skipped")}
@@ -398,10 +398,10 @@ def test_help_of_the_cpu_is_told(folder, tmp_path):
     out = tmp_path / "r.json"
     done = runner(str(folder / "plan.json"), "-o", str(out), "--provider", "azure", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = judge.judged(read_result(out))
-    endpoints = [f["text"] for f in found["validity"]["flags"] if f["kind"] == "endpoint"]
-    assert endpoints == ["ran on azure+cpu"] * len(found["cells"])
-    assert all(row["parity"]["passed"] for row in found["cells"])
+    document = judge.judged(read_result(out))
+    endpoints = [f["text"] for f in document["validity"]["flags"] if f["kind"] == "endpoint"]
+    assert endpoints == ["ran on azure+cpu"] * len(document["cells"])
+    assert all(row["parity"]["passed"] for row in document["cells"])
 
 
 def test_a_profile_names_the_graphs_operators(folder, tmp_path):
@@ -413,8 +413,8 @@ def test_a_profile_names_the_graphs_operators(folder, tmp_path):
     out = tmp_path / "r.json"
     done = runner(str(path / "plan.json"), "-o", str(out), "--profile", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = judge.judged(read_result(out))
-    (row,) = found["cells"]
+    document = judge.judged(read_result(out))
+    (row,) = document["cells"]
     assert row["operators"]
     assert {entry["provider"] for entry in row["operators"]} == {"cpu"}
     assert all(entry["count"] >= 1 and entry["count"] % 1 == 0 for entry in row["operators"])
@@ -426,7 +426,7 @@ def test_a_profile_names_the_graphs_operators(folder, tmp_path):
         == matmuls
     )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["plan", "r.json"]
-    text = table.markdown([found])
+    text = table.markdown([document])
     assert "| cell | on | threads | operators by their share, each with its µs |" in text
     assert re.search(rf"{row['id']} \| cpu \| 1 \| \w+ \(cpu\) \d+%, ", text)
 
@@ -436,21 +436,21 @@ def test_the_host_passes_provider_and_profile_on(folder, tmp_path, capfd):
         plan["cells"] = [cell for cell in plan["cells"] if cell["id"] == plan["reference"]]
 
     path, out = edited(folder, tmp_path / "plan", keep_one), tmp_path / "r.json"
-    asked = ["android", "host", str(path), "-o", str(out)]
-    assert run([*asked, "--provider", "azure", "--profile"]) == 0
+    command = ["android", "host", str(path), "-o", str(out)]
+    assert run([*command, "--provider", "azure", "--profile"]) == 0
     (row,) = read_result(out)["cells"]
     assert row["provider_got"] == "azure+cpu"
     assert row["operators"]
     out.unlink()
-    assert run([*asked, "--provider", "qnn"]) != 0
+    assert run([*command, "--provider", "qnn"]) != 0
     assert "has no provider qnn; it has azure, cpu" in capfd.readouterr().err
     assert not out.exists()
 
 
 @pytest.mark.parametrize("options", [["--provider", "xnnpack"], ["--profile"]])
 def test_a_page_is_given_no_provider_and_no_profile(folder, tmp_path, capsys, options):
-    asked = ["android", "adb", str(folder), "-o", str(tmp_path / "r.json"), "--browser"]
-    assert run([*asked, *options]) == 2
+    command = ["android", "adb", str(folder), "-o", str(tmp_path / "r.json"), "--browser"]
+    assert run([*command, *options]) == 2
     assert "not with --browser: the page offers" in capsys.readouterr().err
 
 
@@ -496,8 +496,8 @@ def outputs(folder):
             bound = Bound(match, folder, 1, "cpu")
             bound.run()
             made[name] = bound.given, {k: v.copy() for k, v in bound.results().items()}
-        given, found = made[name]
-        return match, given, {k: v.copy() for k, v in found.items()}
+        given, by_name = made[name]
+        return match, given, {k: v.copy() for k, v in by_name.items()}
 
     return get
 
@@ -510,18 +510,18 @@ ANCHOR, STATE, TIES = (
 
 @pytest.mark.parametrize("name", [SCORE, MARKED, ANCHOR, STATE, TIES])
 def test_right_outputs_pass(outputs, folder, name):
-    cell, given, found = outputs(name)
-    assert parity(cell, given, found, folder)["passed"]
+    cell, given, made = outputs(name)
+    assert parity(cell, given, made, folder)["passed"]
 
 
 def test_marks_are_there_to_be_counted(outputs):
-    _, _, found = outputs(MARKED)
-    assert 0 < (np.abs(found["scores"]) > 1e30).sum() < found["scores"].size
+    _, _, made = outputs(MARKED)
+    assert 0 < (np.abs(made["scores"]) > 1e30).sum() < made["scores"].size
 
 
-def swap_slots(found):
+def swap_slots(outputs):
     """The first head keeps a slot that it should give up."""
-    slots = found["kept_slot"]
+    slots = outputs["kept_slot"]
     gone = sorted(set(range(48)) - set(slots[0, 0].tolist()))
     slots[0, 0, 0] = gone[0]
 
@@ -547,11 +547,11 @@ def swap_slots(found):
     ],
 )  # fmt: skip
 def test_wrong_outputs_are_caught(outputs, folder, name, spoil, said):
-    cell, given, found = outputs(name)
-    spoil(found)
-    told = parity(cell, given, found, folder)
-    assert not told["passed"]
-    assert said in told["text"]
+    cell, given, outputs_of = outputs(name)
+    spoil(outputs_of)
+    faults = parity(cell, given, outputs_of, folder)
+    assert not faults["passed"]
+    assert said in faults["text"]
 
 
 # The device
@@ -559,11 +559,11 @@ def test_wrong_outputs_are_caught(outputs, folder, name, spoil, said):
 
 def test_files_of_cores_come_in_the_order_of_their_numbers(tmp_path):
     for core, khz in ((0, "1800"), (2, "2000"), (10, "3000")):
-        place = tmp_path / f"devices/system/cpu/cpu{core}/cpufreq"
-        place.mkdir(parents=True)
-        (place / "cpuinfo_max_freq").write_text(f"{khz}\n")
-    found = device.sysfs("devices/system/cpu/cpu[0-9]*/cpufreq/cpuinfo_max_freq", str(tmp_path))
-    assert found == ["1800", "2000", "3000"]
+        folder = tmp_path / f"devices/system/cpu/cpu{core}/cpufreq"
+        folder.mkdir(parents=True)
+        (folder / "cpuinfo_max_freq").write_text(f"{khz}\n")
+    contents = device.sysfs("devices/system/cpu/cpu[0-9]*/cpufreq/cpuinfo_max_freq", str(tmp_path))
+    assert contents == ["1800", "2000", "3000"]
 
 
 def test_the_fastest_cores_are_chosen(monkeypatch):
@@ -641,19 +641,19 @@ def test_a_device_cannot_write_its_own_title(clean):
 def test_nothing_else_can_be_titled_as_a_device(clean, change, tmp_path):
     """Title, headings, column and the chart's title, alone and beside a real one."""
     clean["device"] = {**PHONE, **change}
-    found = judge.judged(clean)
+    document = judge.judged(clean)
     tag = re.compile("EMULATED|HOST")
-    assert tag.match(source.title(found))
-    assert tag.match(table.short(found, "cpu"))
-    text = table.markdown([found])
+    assert tag.match(source.title(document))
+    assert tag.match(table.short(document, "cpu"))
+    text = table.markdown([document])
     assert all(tag.search(line) for line in text.splitlines() if line.startswith("#"))
     real = judge.judged({**clean, "device": PHONE})
     assert not tag.search(table.markdown([real]))
-    both = table.markdown([real, found])
+    both = table.markdown([real, document])
     assert len([line for line in both.splitlines() if line.startswith("## ")]) == 2
     assert tag.search(both.splitlines()[0])
     claims = clean["device"]["source"] == "real"
-    assert claims == any(flag["kind"] == "source" for flag in found["validity"]["flags"])
+    assert claims == any(flag["kind"] == "source" for flag in document["validity"]["flags"])
 
 
 # Statistics
@@ -661,8 +661,8 @@ def test_nothing_else_can_be_titled_as_a_device(clean, change, tmp_path):
 
 def test_statistics_of_known_samples():
     rounds = [[4.0, 1.0], [3.0, 2.0], [10.0]]
-    found = statistics(rounds)
-    assert found == {
+    figures = statistics(rounds)
+    assert figures == {
         "min_us": 1,
         "p50_us": 3,
         "p90_us": pytest.approx(7.6),
@@ -672,42 +672,42 @@ def test_statistics_of_known_samples():
         "std_us": pytest.approx(plain.stdev([4, 1, 3, 2, 10])),
     }
     draws = np.random.default_rng(0).lognormal(3, 1, 999).tolist()
-    found = statistics([draws[:300], draws[300:]])
-    assert found["p50_us"] == pytest.approx(plain.median(draws))
+    figures = statistics([draws[:300], draws[300:]])
+    assert figures["p50_us"] == pytest.approx(plain.median(draws))
     deciles = plain.quantiles(draws, n=10, method="inclusive")
-    assert found["p90_us"] == pytest.approx(deciles[-1])
+    assert figures["p90_us"] == pytest.approx(deciles[-1])
     hundredths = plain.quantiles(draws, n=100, method="inclusive")
-    assert found["p95_us"] == pytest.approx(hundredths[94])
-    assert found["p99_us"] == pytest.approx(hundredths[98])
+    assert figures["p95_us"] == pytest.approx(hundredths[94])
+    assert figures["p99_us"] == pytest.approx(hundredths[98])
     assert statistics([[5.0]])["std_us"] == 0
 
 
 @pytest.mark.parametrize(("t0", "slope"), [(100, 2.0), (0, 3.0), (50, 0.001)])
 def test_a_line_is_found_again(t0, slope):
-    found = judge.fit(list(SIZES), [t0 + slope * n for n in SIZES])
-    assert found["t0_us"] == pytest.approx(t0, abs=1e-6)
-    assert found["us_per_1024"] == pytest.approx(slope * 1024)
-    assert found["worst"] == pytest.approx(0, abs=1e-9)
+    line = judge.fit(list(SIZES), [t0 + slope * n for n in SIZES])
+    assert line["t0_us"] == pytest.approx(t0, abs=1e-6)
+    assert line["us_per_1024"] == pytest.approx(slope * 1024)
+    assert line["worst"] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_fit_knows_where_there_is_no_line():
-    found = judge.fit(list(SIZES), [n**2 / 1000 for n in SIZES])
-    assert found["t0_us"] == 0
-    assert found["worst"] > table.WORST
-    text = table._line(found)
+    line = judge.fit(list(SIZES), [n**2 / 1000 for n in SIZES])
+    assert line["t0_us"] == 0
+    assert line["worst"] > table.WORST
+    text = table._line(line)
     assert text.startswith("no line")
 
 
 def test_derived_numbers_of_known_samples(clean):
-    found = judge.judged(clean)
-    row = next(r for r in found["cells"] if r["id"] == "keydiff.stateless.score.fp32.n72")
+    document = judge.judged(clean)
+    row = next(r for r in document["cells"] if r["id"] == "keydiff.stateless.score.fp32.n72")
     assert row["p50_us"] == pytest.approx(72000 * 0.999)
     assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["p50_us"] / 1000)
-    values = {(v["id"], v["threads"]): v["value"] for v in found["derived"]["relative"]}
+    values = {(v["id"], v["threads"]): v["value"] for v in document["derived"]["relative"]}
     assert values["keydiff.stateless.score.fp32.n72", 1] == pytest.approx(1.8)
     assert values["keydiff.stateless.score.fp32.n40", 2] == pytest.approx(1)
-    assert len(found["derived"]["fits"]) == 2 * 2
-    for line in found["derived"]["fits"]:
+    assert len(document["derived"]["fits"]) == 2 * 2
+    for line in document["derived"]["fits"]:
         assert line["us_per_1024"] == pytest.approx(1024 * 999)
         assert line["t0_us"] == pytest.approx(0, abs=1e-6)
 
@@ -715,26 +715,26 @@ def test_derived_numbers_of_known_samples(clean):
 # Doubts
 
 
-def cell(found: dict[str, Any]) -> dict[str, Any]:
-    row: dict[str, Any] = found["cells"][1]
+def cell(document: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = document["cells"][1]
     return row
 
 
-def slower(found: dict[str, Any]) -> None:
-    for row in found["cells"]:
+def slower(document: dict[str, Any]) -> None:
+    for row in document["cells"]:
         row["samples_us"][-1] = [value * 1.2 for value in row["samples_us"][-1]]
 
 
-def fail(found: dict[str, Any]) -> None:
-    row = cell(found)
+def fail(document: dict[str, Any]) -> None:
+    row = cell(document)
     for name in ("samples_us", "parity", "load_ms", "runs_per_sample"):
         del row[name]
     row |= {"status": "failed", "reason": "out of memory"}
 
 
-def skip(found: dict[str, Any]) -> None:
-    fail(found)
-    cell(found).update(status="skipped", reason="no shader-f16")
+def skip(document: dict[str, Any]) -> None:
+    fail(document)
+    cell(document).update(status="skipped", reason="no shader-f16")
 
 
 FAULTS = {
@@ -773,12 +773,12 @@ def test_a_clean_run_has_no_flag(clean):
 def test_planted_faults_raise_their_flag_and_no_other(clean, fault):
     FAULTS[fault](clean)
     validate(clean, BENCH, "clean", ResultBroken)
-    found = judge.judged(clean)
+    document = judge.judged(clean)
     kind = fault.partition(",")[0]
-    assert {flag["kind"] for flag in found["validity"]["flags"]} == {kind}
-    assert found["validity"]["ok"] == (kind in ("rules", "skipped"))
-    validate(found, BENCH, "judged", ResultBroken)
-    assert f"- {kind}: " in table.markdown([found])
+    assert {flag["kind"] for flag in document["validity"]["flags"]} == {kind}
+    assert document["validity"]["ok"] == (kind in ("rules", "skipped"))
+    validate(document, BENCH, "judged", ResultBroken)
+    assert f"- {kind}: " in table.markdown([document])
 
 
 def test_results_say_shape_and_rules_as_plans_do():
@@ -860,18 +860,18 @@ def test_files_that_are_no_result_are_refused(tmp_path, capsys, text, said):
 def saved(clean, tmp_path):
     """Writes results to files."""
 
-    def save(name: str, change: Any = lambda found: None) -> str:
-        found = copy.deepcopy(clean)
-        change(found)
-        write_json(found, tmp_path / name)
+    def save(name: str, change: Any = lambda document: None) -> str:
+        document = copy.deepcopy(clean)
+        change(document)
+        write_json(document, tmp_path / name)
         return str(tmp_path / name)
 
     return save
 
 
 def faster(factor: float) -> Any:
-    def change(found: dict[str, Any]) -> None:
-        for row in found["cells"]:
+    def change(document: dict[str, Any]) -> None:
+        for row in document["cells"]:
             row["samples_us"] = [[v * factor for v in part] for part in row["samples_us"]]
 
     return change
@@ -910,17 +910,17 @@ def test_devices_stand_side_by_side(saved, capsys):
     assert text.splitlines()[0].startswith("# Latency of eviction scores. HOST, not a phone: ")
 
 
-def in_page(found: dict[str, Any]) -> None:
+def in_page(document: dict[str, Any]) -> None:
     """One thread in WebAssembly, twice as slow, and again by WebGPU, four times."""
-    found["cells"] = [row for row in found["cells"] if row["threads"] == 1]
-    slow = copy.deepcopy(found["cells"])
-    for rows, provider, factor in ((found["cells"], "wasm", 2), (slow, "webgpu", 4)):
+    document["cells"] = [row for row in document["cells"] if row["threads"] == 1]
+    slow = copy.deepcopy(document["cells"])
+    for rows, provider, factor in ((document["cells"], "wasm", 2), (slow, "webgpu", 4)):
         faster(factor)({"cells": rows})
         for row in rows:
             row |= {"provider_asked": provider, "provider_got": provider}
-    found["cells"] += slow
-    found["repeat"]["provider_asked"] = "wasm"
-    found["run"]["runner"] = "browser"
+    document["cells"] += slow
+    document["repeat"]["provider_asked"] = "wasm"
+    document["run"]["runner"] = "browser"
 
 
 def test_providers_of_one_cell_stand_side_by_side(saved, capsys):
@@ -962,17 +962,17 @@ def test_a_report_shows_and_writes_percentiles(saved, tmp_path, capsys):
 
 def test_texts_of_a_table_are_quoted_and_computed_by_no_spreadsheet():
     rows = [{"id": 'a "b", c', "n": 3, "status": "failed"}, {"id": "=1+1", "p50_us": 2.5}]
-    found = csv_text([{"run": {"runner": "c"}, "cells": rows}], ["runner", "id", "n", "p50_us"])
-    assert found == '"runner","id","n","p50_us"\n"c","a ""b"", c",3,\n"c","\'=1+1",,2.5\n'
+    text = csv_text([{"run": {"runner": "c"}, "cells": rows}], ["runner", "id", "n", "p50_us"])
+    assert text == '"runner","id","n","p50_us"\n"c","a ""b"", c",3,\n"c","\'=1+1",,2.5\n'
 
 
 def test_a_report_as_json(saved, capsys):
     assert run(["android", "report", saved("a.json"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["title"].startswith("Latency of eviction scores. HOST, not a phone: ")
-    (found,) = said["results"]
-    validate(found, BENCH, "said", ResultBroken)
-    assert found["validity"]["ok"]
+    (document,) = said["results"]
+    validate(document, BENCH, "said", ResultBroken)
+    assert document["validity"]["ok"]
     assert said["regressions"] == []
 
 

@@ -34,13 +34,13 @@ FILLER = " ".join(islice(filler(Random(0)), 40))
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Folders of random models with pocket's tokenizer: one plain, one that slides and caps."""
     tokenizer = AutoTokenizer.from_pretrained(pocket.path())
-    found = {}
+    by_family = {}
     for family in ("qwen3", "gemma2"):
         folder = tmp_path_factory.mktemp(family)
         tiny_model(family, vocab_size=len(tokenizer)).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        found[family] = str(folder)
-    return found
+        by_family[family] = str(folder)
+    return by_family
 
 
 def plain(where: str, ids: list[int], before: list[int] = [], shift: int = 1) -> torch.Tensor:  # noqa: B006
@@ -70,36 +70,38 @@ def close(scores: list[list[float]], expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 @pytest.mark.parametrize("count", [33, 100])  # in one block, and over several
 def test_scores_are_those_of_whole_matrices(family: str, count: int, tiny: Any) -> None:
-    found = calibrate(tiny[family], FACTS, tokens=count, device="cpu")
+    calibration = calibrate(tiny[family], FACTS, tokens=count, device="cpu")
     expected = plain(tiny[family], tokens(FACTS, count))
-    assert close(found.scores, expected)
-    assert found.tokens == count
-    assert found.model == Path(tiny[family]).name
+    assert close(calibration.scores, expected)
+    assert calibration.tokens == count
+    assert calibration.model == Path(tiny[family]).name
 
 
 @pytest.mark.parametrize("text", [FACTS, FILLER])
 def test_scores_of_pocket(text: str) -> None:
-    found = calibrate("pocket", text, tokens=200, dtype="float32", device="cpu")
-    assert close(found.scores, plain(str(pocket.path()), tokens(text, 200)))
-    assert [len(row) for row in found.scores] == [6] * 6
+    calibration = calibrate("pocket", text, tokens=200, dtype="float32", device="cpu")
+    assert close(calibration.scores, plain(str(pocket.path()), tokens(text, 200)))
+    assert [len(row) for row in calibration.scores] == [6] * 6
 
 
 @pytest.mark.parametrize("shift", [0, 2])
 def test_another_target_gives_another_table(shift: int, tiny: Any) -> None:
     """Planted: a table of what stood at the earlier occurrence, or one further, is not this one."""
     for where in (*tiny.values(), str(pocket.path())):
-        found = calibrate(where, FACTS, tokens=64, dtype="float32", device="cpu")
-        assert close(found.scores, plain(where, tokens(FACTS, 64)))
-        assert not close(found.scores, plain(where, tokens(FACTS, 64), shift=shift))
+        calibration = calibrate(where, FACTS, tokens=64, dtype="float32", device="cpu")
+        assert close(calibration.scores, plain(where, tokens(FACTS, 64)))
+        assert not close(calibration.scores, plain(where, tokens(FACTS, 64), shift=shift))
 
 
 def test_pocket_has_heads_that_retrieve() -> None:
     """What the table is for: a few heads look at what followed, most do not."""
-    found = calibrate("pocket", FACTS, tokens=400, dtype="float32", device="cpu")
-    scores = torch.tensor(found.scores, dtype=torch.float64).flatten()
+    calibration = calibrate("pocket", FACTS, tokens=400, dtype="float32", device="cpu")
+    scores = torch.tensor(calibration.scores, dtype=torch.float64).flatten()
     assert scores.max() > 0.3
     assert scores.median() < 0.05
-    assert [score for score, _, _ in found.strongest(36)] == sorted(scores.tolist(), reverse=True)
+    assert [score for score, _, _ in calibration.strongest(36)] == sorted(
+        scores.tolist(), reverse=True
+    )
 
 
 @pytest.mark.parametrize("block", [1, 7, 64, 200])
@@ -111,9 +113,9 @@ def test_blocks_do_not_matter_and_bound_the_memory(
     probe, rows = RepetitionProbe(len(ids), 1), []
 
     def watched(self: RepetitionProbe, seen: Any, update: Any = RepetitionProbe.update) -> Any:
-        found = update(self, seen)
+        state = update(self, seen)
         rows.append(seen.attention.shape[3])
-        return found
+        return state
 
     monkeypatch.setattr(RepetitionProbe, "update", watched)
     cache = BudgetCache(model.config, 81, block, kvcap.Eviction(probe), positions="true")
@@ -137,17 +139,17 @@ def test_the_opening_token_is_read_once(tiny: Any, tmp_path: Path) -> None:
     assert encode(tokenizer, bos + FACTS)[0] == []  # the text has it already
     tiny_model("qwen3", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    found = calibrate(tmp_path, FACTS, tokens=50, device="cpu")
-    assert close(found.scores, plain(str(tmp_path), ids[:50], before))
+    calibration = calibrate(tmp_path, FACTS, tokens=50, device="cpu")
+    assert close(calibration.scores, plain(str(tmp_path), ids[:50], before))
 
 
 def test_no_more_is_read_than_the_model_was_trained_on(tmp_path: Path, tiny: Any) -> None:
     trained = tiny_config("qwen3").max_position_embeddings
     progress: list[tuple[int, int]] = []
-    found = calibrate(
+    calibration = calibrate(
         tiny["qwen3"], FACTS, device="cpu", report=lambda *done: progress.append(done)
     )
-    assert found.tokens == trained // 2
+    assert calibration.tokens == trained // 2
     assert progress == [(128, trained), (256, trained)]
 
 
@@ -327,8 +329,8 @@ def test_attention_that_is_not_finite(
 
 
 def test_equal_heads_are_ranked_by_layer() -> None:
-    found = Calibration("m", 32, [[0.5, 0.25], [0.5, 1.0]])
-    assert found.strongest(3) == [(1.0, 1, 1), (0.5, 0, 0), (0.5, 1, 0)]
+    calibration = Calibration("m", 32, [[0.5, 0.25], [0.5, 1.0]])
+    assert calibration.strongest(3) == [(1.0, 1, 1), (0.5, 0, 0), (0.5, 1, 0)]
 
 
 def test_the_help_and_the_page_on_policies_name_it(run: Any) -> None:

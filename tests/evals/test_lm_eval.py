@@ -49,15 +49,15 @@ def requests(kind: str, *given: tuple[Any, ...]) -> list[Any]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Random models that know pocket's tokens."""
     tokenizer = AutoTokenizer.from_pretrained(pocket.path())
-    found = {"pocket": str(pocket.path())}
+    by_name = {"pocket": str(pocket.path())}
     for family in ("llama", "gemma2"):
         folder = tmp_path_factory.mktemp(family)
         end = tokenizer.eos_token_id
         model = tiny_model(family, vocab_size=len(tokenizer), eos_token_id=end)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        found[family] = str(folder)
-    return found
+        by_name[family] = str(folder)
+    return by_name
 
 
 PAIRS = [
@@ -89,8 +89,8 @@ def test_likelihoods_are_the_uncapped_ones_where_all_fits(
     family: str, given: dict[str, Any], folders: dict[str, str]
 ) -> None:
     lm = KvcapLM(folders[family], block_size=16, batch_size=3, **given, **here)
-    found = lm.loglikelihood(requests("loglikelihood", *PAIRS), disable_tqdm=True)
-    for (context, after), (score, greedy) in zip(PAIRS, found, strict=True):
+    scores = lm.loglikelihood(requests("loglikelihood", *PAIRS), disable_tqdm=True)
+    for (context, after), (score, greedy) in zip(PAIRS, scores, strict=True):
         pair = (
             lm._encode_pair(context, after)
             if context
@@ -109,9 +109,9 @@ def test_likelihoods_under_a_cap(folders: dict[str, str]) -> None:
         (None, ids[i : i + 64], ids[i + 64 : i + 64 + n])
         for i, n in ((0, 5), (7, 5), (9, 40), (11, 5))
     ]
-    found = lm._loglikelihood_tokens(pairs, disable_tqdm=True)
+    scores = lm._loglikelihood_tokens(pairs, disable_tqdm=True)
     model = tiny_model("llama", vocab_size=len(lm.tokenizer))
-    for (_, context, after), (score, _) in zip(pairs, found, strict=True):
+    for (_, context, after), (score, _) in zip(pairs, scores, strict=True):
         with kvcap.cap(model, 24, 16, sink_tokens=0), torch.no_grad():
             logits = model(torch.tensor([context + after])).logits[0, 63:-1].log_softmax(-1)
         expected = float(logits.gather(1, torch.tensor(after)[:, None]).sum())
@@ -119,7 +119,7 @@ def test_likelihoods_under_a_cap(folders: dict[str, str]) -> None:
         assert abs(score - stock(folders["llama"], context, after)[0]) > 0.1
     lm.batch_size = 4
     again = lm._loglikelihood_tokens(pairs, disable_tqdm=True)
-    assert [x[0] for x in again] == pytest.approx([x[0] for x in found], rel=1e-5)
+    assert [x[0] for x in again] == pytest.approx([x[0] for x in scores], rel=1e-5)
 
 
 @harness
@@ -131,18 +131,18 @@ def test_choices_of_one_token_are_read_once(monkeypatch: pytest.MonkeyPatch) -> 
     )
     ids = lm.tok_encode(TEXT)[:200]
     pairs = [(None, ids, [7, token]) for token in (5, 6, 9)] + [(None, ids, [8, 5])]
-    found = lm._loglikelihood_tokens(pairs, disable_tqdm=True)
+    scores = lm._loglikelihood_tokens(pairs, disable_tqdm=True)
     assert read == [(1, 200)] * 2
     alone = [lm._loglikelihood_tokens([pair], disable_tqdm=True)[0] for pair in pairs]
-    assert found == alone
-    assert len({score for score, _ in found}) == 4
+    assert scores == alone
+    assert len({score for score, _ in scores}) == 4
 
 
 @harness
 def test_whole_texts_in_windows(folders: dict[str, str]) -> None:
     text = TEXT[:1300]
     lm = KvcapLM(folders["llama"], policy="full", block_size=16, max_length=100, **here)
-    (found,) = lm.loglikelihood_rolling(requests("rolling", (text,)), disable_tqdm=True)
+    (score,) = lm.loglikelihood_rolling(requests("rolling", (text,)), disable_tqdm=True)
     ids, before, expected = lm.tok_encode(text), [lm.prefix_token_id], 0.0
     assert len(ids) > 200
     for start in range(0, len(ids), 100):
@@ -152,10 +152,10 @@ def test_whole_texts_in_windows(folders: dict[str, str]) -> None:
         else:  # the last window is a whole one too, of which the end is scored
             after = ids[start:]
             expected += stock(folders["llama"], ids[-101 : -len(after)], after)[0]
-    assert found == pytest.approx(expected, rel=1e-4)
+    assert score == pytest.approx(expected, rel=1e-4)
     capped = KvcapLM(folders["llama"], budget_tokens=16, block_size=16, max_length=100, **here)
     (other,) = capped.loglikelihood_rolling(requests("rolling", (text,)), disable_tqdm=True)
-    assert abs(other - found) > 1
+    assert abs(other - score) > 1
 
 
 @harness
@@ -163,19 +163,19 @@ def test_answers_are_those_of_generate_where_all_fits(folders: dict[str, str]) -
     model = AutoModelForCausalLM.from_pretrained(folders["pocket"], dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folders["pocket"])
     prompts = [*(f"{TEXT[:n]} {fact}" for n, fact in zip((40, 40, 90, 200), FACTS, strict=False))]
-    asked = requests(
+    batch = requests(
         "generate_until", *((p, {"until": ["\n"], "max_gen_toks": 12}) for p in prompts)
     )
     lm = KvcapLM("pocket", budget_tokens=400, batch_size=4, **here)
-    found = lm.generate_until(asked, disable_tqdm=True)
-    for prompt, text in zip(prompts, found, strict=True):
+    answers = lm.generate_until(batch, disable_tqdm=True)
+    for prompt, text in zip(prompts, answers, strict=True):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
         )
         said = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         assert text == said.split("\n")[0]
-    assert any(found)
+    assert any(answers)
 
 
 @harness
@@ -201,8 +201,8 @@ def test_texts_that_end_an_answer(folders: dict[str, str]) -> None:
     lm = KvcapLM(folders["llama"], budget_tokens=64, **here)
 
     def answer(**given: Any) -> str:
-        asked = requests("generate_until", (TEXT[:200], {"max_gen_toks": 30, **given}))
-        (text,) = lm.generate_until(asked, disable_tqdm=True)
+        prompts = requests("generate_until", (TEXT[:200], {"max_gen_toks": 30, **given}))
+        (text,) = lm.generate_until(prompts, disable_tqdm=True)
         return text
 
     whole = answer(until=[])
@@ -215,12 +215,12 @@ def test_texts_that_end_an_answer(folders: dict[str, str]) -> None:
 @harness
 def test_draws_follow_the_seed(folders: dict[str, str]) -> None:
     given = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 1.0}
-    asked = [(TEXT[i : i + 200], given) for i in range(3)]
+    prompts = [(TEXT[i : i + 200], given) for i in range(3)]
 
     def texts(seed: int) -> list[str]:
         torch.manual_seed(seed)
         lm = KvcapLM(folders["llama"], budget_tokens=64, **here)
-        return lm.generate_until(requests("generate_until", *asked), disable_tqdm=True)
+        return lm.generate_until(requests("generate_until", *prompts), disable_tqdm=True)
 
     assert texts(1) == texts(1) != texts(2)
 
@@ -339,7 +339,7 @@ MORE = {
 def local_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A task of each kind, whose questions stand behind a text."""
     folder = tmp_path_factory.mktemp("tasks")
-    told = facts(Random(5), 6)
+    stated = facts(Random(5), 6)
     rows = [
         {
             "question": f"{fact.statement} {TEXT[: 40 * i]} {fact.key.capitalize()} is",
@@ -347,7 +347,7 @@ def local_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "answer": 0,
             "value": fact.value,
         }
-        for i, fact in enumerate(told)
+        for i, fact in enumerate(stated)
     ]
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -418,10 +418,10 @@ def test_lm_evals_command_line(
         monkeypatch,
     )
 
-    def figures(found: Any) -> dict[str, float]:
+    def figures(results: Any) -> dict[str, float]:
         return {
             f"{task} {name}": value
-            for task, row in found["results"].items()
+            for task, row in results["results"].items()
             for name, value in row.items()
             if isinstance(value, float) and "stderr" not in name
         }
@@ -430,7 +430,7 @@ def test_lm_evals_command_line(
     assert figures(mine) == pytest.approx(figures(plain), rel=1e-4)
     assert figures(capped) != pytest.approx(figures(plain), rel=1e-2)
     cap = capped["config"]["kvcap"]
-    told = {
+    results = {
         "policy": "snapkv",
         "budget_tokens": 12,
         "block_size": 16,
@@ -438,7 +438,7 @@ def test_lm_evals_command_line(
         "kv_dtype": "int8",
         "version": kvcap.__version__,
     }
-    assert told.items() <= cap.items()
+    assert results.items() <= cap.items()
     assert cap["options"]["window"] == 4
     assert cap["kv_bytes"] > 0
     assert capped["config"]["model_args"]["budget_tokens"] == 12

@@ -44,7 +44,7 @@ def by_formula(weights, moments, rounding):
     """Column by column, each time with the inverse of what is left of the damped moments."""
     rows, columns = weights.shape
     whole = -(-columns // BLOCK) * BLOCK
-    left, found = torch.zeros(rows, whole).double(), torch.zeros(rows, whole).double()
+    left, rounded = torch.zeros(rows, whole).double(), torch.zeros(rows, whole).double()
     left[:, :columns] = weights
     damped = torch.zeros(whole, whole).double()
     damped[:columns, :columns] = moments
@@ -59,11 +59,11 @@ def by_formula(weights, moments, rounding):
                 low, high = block.amin(1).clamp_max(0), block.amax(1).clamp_min(0)
                 scale = (high - low) / 15
                 zero = (-low / scale).round()
-        found[:, j] = ((left[:, j] / scale).round() + zero).clamp(0, 15).sub(zero) * scale
+        rounded[:, j] = ((left[:, j] / scale).round() + zero).clamp(0, 15).sub(zero) * scale
         inverse = torch.linalg.inv(damped[j:, j:])
-        error = (left[:, j] - found[:, j]) / inverse[0, 0]
+        error = (left[:, j] - rounded[:, j]) / inverse[0, 0]
         left[:, j:] -= error[:, None] * inverse[0]
-    return found[:, :columns].float()
+    return rounded[:, :columns].float()
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS, ids=str)
@@ -72,10 +72,12 @@ def test_gptq_is_the_plain_formula(shape, rounding):
     weights, x = random(*shape, seed=2), inputs(shape[1])
     moments = x.T @ x
     packed = gptq(weights, moments, rounding)
-    found = unpack(packed, shape[1], rounding)
-    torch.testing.assert_close(found, by_formula(weights, moments, rounding), rtol=1e-4, atol=1e-4)
+    numbers = unpack(packed, shape[1], rounding)
+    torch.testing.assert_close(
+        numbers, by_formula(weights, moments, rounding), rtol=1e-4, atol=1e-4
+    )
     nearest = unpack(pack(weights, rounding), shape[1], rounding)
-    lost, before = (((weights - q) @ x.T).norm() for q in (found, nearest))
+    lost, before = (((weights - q) @ x.T).norm() for q in (numbers, nearest))
     assert lost < 0.85 * before
 
 
@@ -93,8 +95,8 @@ def test_where_nothing_goes_together_numbers_are_the_nearest(moments, rounding, 
 def test_what_the_text_never_has_is_kept_near():
     weights, x = random(6, 64), inputs(64)
     x[:, 5] = 0
-    found = unpack(gptq(weights, x.T @ x, ROUNDINGS[1]), 64, ROUNDINGS[1])
-    assert (found[:, 5] - weights[:, 5]).abs().max() < 0.4
+    numbers = unpack(gptq(weights, x.T @ x, ROUNDINGS[1]), 64, ROUNDINGS[1])
+    assert (numbers[:, 5] - weights[:, 5]).abs().max() < 0.4
 
 
 # --- layer by layer
@@ -113,7 +115,7 @@ def made(family, **changes):
 
 def one_by_one(decoder, ids, rounding):
     """The same by whole runs of the model: one for every layer, those before it rounded."""
-    model, found = decoder.model, {}
+    model, matrices = decoder.model, {}
     tied = model.config.tie_word_embeddings
     names = {module: name for name, module in decoder.named_modules()}
     model.config._attn_implementation = "eager"
@@ -133,11 +135,11 @@ def one_by_one(decoder, ids, rounding):
         for m in linears:
             both = tied and m is model.lm_head
             packed = gptq(m.weight.data, sums[m], rounding, TIED if both else DAMPING)
-            found[f"{names[m]}.weight"] = packed
+            matrices[f"{names[m]}.weight"] = packed
             if both:
-                found["model.model.embed_tokens.weight"] = packed
+                matrices["model.model.embed_tokens.weight"] = packed
             m.weight.data = unpack(packed, m.in_features, rounding)
-    return found
+    return matrices
 
 
 @pytest.mark.parametrize(("family", "changes"), [
@@ -147,9 +149,9 @@ def test_a_layer_is_rounded_by_what_the_rounded_ones_before_it_give(family, chan
     decoder, rounding = made(family, num_hidden_layers=3, **changes), ROUNDINGS[1]
     ids = torch.randint(3, 97, (4, 32), generator=torch.Generator().manual_seed(0))
     before = {name: x.clone() for name, x in decoder.state_dict().items()}
-    told = []
-    packed = calibrate(decoder, ids, rounding, note=told.append)
-    assert told[:3] == [f"calibrating layer {i} of 3" for i in (1, 2, 3)]
+    notes = []
+    packed = calibrate(decoder, ids, rounding, note=notes.append)
+    assert notes[:3] == [f"calibrating layer {i} of 3" for i in (1, 2, 3)]
     assert all(torch.equal(x, before[name]) for name, x in decoder.state_dict().items())
     assert decoder.model.config._attn_implementation == "kvcap"
     wanted = one_by_one(decoder, ids, rounding)
@@ -178,13 +180,13 @@ def test_pieces_are_spread_over_the_text(monkeypatch):
     assert whole.shape[0] * whole.shape[1] > len(ids) - 100
     assert whole.shape[1] == 100
     monkeypatch.setattr(calibrating, "MOST", 1000)
-    found = pieces(tokenizer, said, 10_000)
-    assert found.shape == (1, 512)
+    parts = pieces(tokenizer, said, 10_000)
+    assert parts.shape == (1, 512)
     monkeypatch.setattr(calibrating, "PIECE", 250)
-    found = pieces(tokenizer, said, 10_000)
-    assert found.shape == (4, 250)
-    assert found[0].tolist() == ids[:250]
-    assert found[-1].tolist() == ids[-250:]
+    parts = pieces(tokenizer, said, 10_000)
+    assert parts.shape == (4, 250)
+    assert parts[0].tolist() == ids[:250]
+    assert parts[-1].tolist() == ids[-250:]
     with pytest.raises(NotExportable, match=r"has [\d,]+ tokens, and at least 2,048"):
         pieces(tokenizer, text(20), 512)
     with pytest.raises(NotExportable, match="no tokenizer"):
@@ -210,10 +212,10 @@ def test_the_export_of_weights_in_files_has_the_rounded_numbers(
         out,
     )
     assert run([*given, "--calibrate", str(read)]) == 0
-    found = rounded_in(out / "decoder.onnx")
+    matrices = rounded_in(out / "decoder.onnx")
     for name, packed in wanted.items():
-        theirs = unpack(packed, found[name].columns, ROUNDINGS[0])
-        assert torch.equal(found[name].read(), theirs), name
+        theirs = unpack(packed, matrices[name].columns, ROUNDINGS[0])
+        assert torch.equal(matrices[name].read(), theirs), name
     assert len(json.loads((out / MANIFEST).read_text())["calibrated_on"]) == 64
     capsys.readouterr()
     assert run(given) == 2

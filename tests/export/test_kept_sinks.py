@@ -74,15 +74,15 @@ def test_a_graph_that_evicts_keeps_them(sinks, kept, tmp_path):
 @pytest.mark.parametrize("preset", ["quick", "full"])
 def test_the_graphs_of_a_phone_s_preset_keep_them(preset, tmp_path):
     """Their numbers of slots are made small here; the policy is as the preset has it."""
-    found = [
+    sinks = [
         _spec(SHAPE, variant, group.stage, "fp32", SHAPE.budget)
         for group in PRESETS[preset]().groups
         if group.stage == "evict"
         for variant in group.variants
         if variant.policy == "keydiff" and variant.formulation == "stateless"
     ]
-    assert found
-    assert all(keep(kept_by(write(x, tmp_path, quick=True)[0], SHAPE), 4) for x in found)
+    assert sinks
+    assert all(keep(kept_by(write(x, tmp_path, quick=True)[0], SHAPE), 4) for x in sinks)
 
 
 @pytest.mark.parametrize(("sinks", "kept"), [(None, 4), (0, 0)])

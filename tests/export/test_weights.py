@@ -38,8 +38,8 @@ def by_formula(weights, rounding):
                 low, high = min(part.min(), 0), max(part.max(), 0)
                 scale = (high - low) / np.float32(2**rounding.bits - 1)
                 zero = round(float(-low / (scale or np.float32(1))))
-            found = np.rint(part / (scale or np.float32(1))) + zero
-            numbers[row, block] = np.clip(found, 0, 2**rounding.bits - 1)
+            codes = np.rint(part / (scale or np.float32(1))) + zero
+            numbers[row, block] = np.clip(codes, 0, 2**rounding.bits - 1)
             scales[row, block], zeros[row, block] = scale, zero
     meant = ((numbers - zeros[..., None]) * scales[..., None]).reshape(rows, -1)[:, :columns]
     return numbers, scales, zeros, meant
@@ -115,12 +115,12 @@ def graph(shape, *, tied=False, bias=False, as_is=False):
 
 def weights_for(shape, *, tied=False, bias=False, as_is=False):
     head = matrix(*shape, seed=1)
-    found = {"head": head.T.contiguous() if as_is else head}
+    by_name = {"head": head.T.contiguous() if as_is else head}
     if not tied:
-        found["embed"] = matrix(*shape, seed=2)
+        by_name["embed"] = matrix(*shape, seed=2)
     if bias:
-        found["bias"] = matrix(1, shape[0], seed=3)[0]
-    return found
+        by_name["bias"] = matrix(1, shape[0], seed=3)[0]
+    return by_name
 
 
 def run(file, ids, *outputs):
@@ -141,12 +141,16 @@ def test_the_graph_computes_what_the_rounded_weights_do(
 ):
     monkeypatch.setattr("kvcap.export.weights.LARGE", 0)
     weights, model = weights_for(shape, **options), graph(shape, **options)
-    places = place(model, weights, Store(tmp_path / "data"), rounding)
+    rounded_names = place(model, weights, Store(tmp_path / "data"), rounding)
     (tmp_path / "x.onnx").write_bytes(model.SerializeToString())
     onnx.checker.check_model(str(tmp_path / "x.onnx"))
     rounded = rounded_in(tmp_path / "x.onnx")
-    assert set(rounded) == set(places) == (set() if rounding is None else set(weights) - {"bias"})
-    meant = {**weights, **{name: found.read() for name, found in rounded.items()}}
+    assert (
+        set(rounded)
+        == set(rounded_names)
+        == (set() if rounding is None else set(weights) - {"bias"})
+    )
+    meant = {**weights, **{name: matrix.read() for name, matrix in rounded.items()}}
     for name, weight in weights.items():
         assert meant[name].shape == weight.shape
         torch.testing.assert_close(meant[name], weight, rtol=0, atol=0.4)  # 3 of 16 steps and more
@@ -177,7 +181,7 @@ def test_matrices_side_by_side_are_kept_as_one(columns, rounding, tmp_path):
     inputs += [value(name, floats, [n, columns]) for name, n in heights.items()]
     made = helper.make_graph(nodes, "joint", inputs, [value("y", floats, [2, None])])
     model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    places = place(model, weights, Store(tmp_path / "data"), rounding)
+    rounded_names = place(model, weights, Store(tmp_path / "data"), rounding)
     file = tmp_path / "x.onnx"
     file.write_bytes(model.SerializeToString())
     onnx.checker.check_model(str(file))
@@ -185,8 +189,8 @@ def test_matrices_side_by_side_are_kept_as_one(columns, rounding, tmp_path):
         "MatMul" if rounding is None else "MatMulNBits"
     ]
     rounded = rounded_in(file)
-    assert list(rounded) == list(places) == ([] if rounding is None else list(weights))
-    meant = {**weights, **{name: found.read() for name, found in rounded.items()}}
+    assert list(rounded) == list(rounded_names) == ([] if rounding is None else list(weights))
+    meant = {**weights, **{name: one_matrix.read() for name, one_matrix in rounded.items()}}
     for name, weight in weights.items():
         if rounding is not None:
             packed = pack(weight, rounding)
@@ -238,8 +242,8 @@ def test_what_else_reads_a_matrix_keeps_it_as_it_is(tmp_path):
     model = graph((300, 300))
     model.graph.node.append(helper.make_node("Abs", ["head"], ["more"]))
     store = Store(tmp_path / "data")
-    places = place(model, weights_for((300, 300)), store, Rounding(4))
-    assert set(places) == {"embed"}
+    rounded_names = place(model, weights_for((300, 300)), store, Rounding(4))
+    assert set(rounded_names) == {"embed"}
     assert {n.op_type for n in model.graph.node} >= {"MatMul", "Transpose", "GatherBlockQuantized"}
 
 

@@ -59,8 +59,8 @@ def test_pocket_plain_recalls_what_it_is_told() -> None:
     ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
     with torch.no_grad():
         best = model(ids[None]).logits[0].argmax(-1)
-    told = "".join(tokenizer.decode(best[:-1]))
-    assert all(talk[place]["content"].split(" is ")[-1] in told for place in scored)
+    answer = "".join(tokenizer.decode(best[:-1]))
+    assert all(talk[index]["content"].split(" is ")[-1] in answer for index in scored)
 
 
 def test_pocket_text_predicts_a_novel_it_has_not_read() -> None:

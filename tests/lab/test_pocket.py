@@ -59,8 +59,8 @@ def test_importing_the_package_loads_neither_torch_nor_transformers() -> None:
 
 
 def test_the_weights_are_one_small_bfloat16_file(model: Any) -> None:
-    found = sorted(file.name for file in pocket.path().iterdir())
-    assert found == [
+    names = sorted(file.name for file in pocket.path().iterdir())
+    assert names == [
         "chat_template.jinja",
         "config.json",
         "generation_config.json",
@@ -155,8 +155,8 @@ def test_multi_value_answers_list_every_value_in_order() -> None:
         key = re.search(r"(the \w[\w ]* for the [\w ]+)", talk[1]["content"], re.I)
         assert key
         topic = key[1].split(" are ")[0]
-        told = re.findall(rf"One of {topic} is (\d+)\.", talk[0]["content"], re.I)
-        assert re.findall(r"\d+", talk[1]["content"].split(" are ")[1]) == told
+        stated = re.findall(rf"One of {topic} is (\d+)\.", talk[0]["content"], re.I)
+        assert re.findall(r"\d+", talk[1]["content"].split(" are ")[1]) == stated
 
 
 def test_a_corrected_fact_is_answered_with_its_newest_value() -> None:

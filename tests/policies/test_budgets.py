@@ -91,9 +91,9 @@ def test_cake_preference_by_its_formula(obs, tau1, tau2):
         )
     heads = len(entropies)
     expected = (sum(entropies) / heads) ** (1 / tau1) * (sum(variances) / heads) ** (1 / tau2)
-    found = CakeBudget(tau1, tau2).preference(obs)
-    assert found.shape == ()
-    same(found, torch.tensor(expected))
+    preferences = CakeBudget(tau1, tau2).preference(obs)
+    assert preferences.shape == ()
+    same(preferences, torch.tensor(expected))
 
 
 def test_cake_preference_is_always_a_number():
@@ -103,9 +103,9 @@ def test_cake_preference_is_always_a_number():
     sharp.keys = 1e4 * sharp.keys  # nearly no entropy, and many zeros
     for budget in (CakeBudget(), CakeBudget(tau1=0.01, tau2=0.01)):
         for obs in (sharp, observe(9)):
-            found = float(budget.preference(obs))
-            assert math.isfinite(found)
-            assert found >= 0
+            preference = float(budget.preference(obs))
+            assert math.isfinite(preference)
+            assert preference >= 0
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_cake_leaves_every_layer_its_floor_and_room_beside_pins(floor, budget, p
 # Ada-KV
 
 
-def split_of(budget, scores, pinned, places, slots):
+def split_of(budget, scores, pinned, positions, slots):
     """Slots of each head by `budget.split`, of lists [n_k] of each; what lies behind is garbage."""
     longest = max(map(len, scores)) + 2
 
@@ -129,15 +129,15 @@ def split_of(budget, scores, pinned, places, slots):
         return torch.stack(parts)[None]
 
     lengths = torch.tensor([[len(x) for x in scores]])
-    found = budget.split(
-        rows(scores, math.nan), rows(pinned, True), rows(places, 1 << 30), lengths, slots
+    budgets = budget.split(
+        rows(scores, math.nan), rows(pinned, True), rows(positions, 1 << 30), lengths, slots
     )
-    return found[0].tolist()
+    return budgets[0].tolist()
 
 
 def apportioned(shares, total, most):
     """`apportion` of fractions, by its definition."""
-    found, open_, left = [0] * len(shares), set(range(len(shares))), min(total, sum(most))
+    slots, open_, left = [0] * len(shares), set(range(len(shares))), min(total, sum(most))
     while open_:
         weights = {i: Fraction(shares[i]) for i in open_}
         if not any(weights.values()):
@@ -145,26 +145,26 @@ def apportioned(shares, total, most):
         exact = {i: left * weights[i] / sum(weights.values()) for i in open_}
         full = [i for i in open_ if exact[i] >= most[i]]
         for i in full:
-            found[i], left = most[i], left - most[i]
+            slots[i], left = most[i], left - most[i]
         open_ -= set(full)
         if not full:
             for i in open_:
-                found[i] = int(exact[i])
-            rest = left - sum(found[i] for i in open_)
-            for i in sorted(open_, key=lambda i: (found[i] - exact[i], i))[:rest]:
-                found[i] += 1
+                slots[i] = int(exact[i])
+            rest = left - sum(slots[i] for i in open_)
+            for i in sorted(open_, key=lambda i: (slots[i] - exact[i], i))[:rest]:
+                slots[i] += 1
             break
-    return found
+    return slots
 
 
-def adakv_by_loops(scores, pinned, places, budget, safeguard):
+def adakv_by_loops(scores, pinned, positions, budget, safeguard):
     """Ada-KV's slots, as plain lists and fractions."""
     pins, lengths, f = [int(p.sum()) for p in pinned], list(map(len, scores)), Fraction(safeguard)
     left = budget * len(scores) - sum(pins)
     ranked = [
-        (-math.inf if pin else x, place, -k)
-        for k, (s, p, at) in enumerate(zip(scores, pinned, places, strict=True))
-        for x, pin, place in zip(s.tolist(), p.tolist(), at.tolist(), strict=True)
+        (-math.inf if pin else x, position, -k)
+        for k, (s, p, at) in enumerate(zip(scores, pinned, positions, strict=True))
+        for x, pin, position in zip(s.tolist(), p.tolist(), at.tolist(), strict=True)
     ]
     best = sorted(ranked, reverse=True)[:left]
     sure = [max(pin, min(1, n)) for pin, n in zip(pins, lengths, strict=True)]
@@ -191,12 +191,12 @@ def test_adakv_is_its_formula_and_shares_every_slot(lengths, budget, safeguard, 
     if ties:
         scores = [s.sign() for s in scores]
     pinned = [torch.arange(n) < min(pins, budget, n) for n in lengths]
-    places = [torch.randperm(n, generator=g) for n in lengths]
-    split = split_of(AdaKV(float(safeguard)), scores, pinned, places, budget)
+    positions = [torch.randperm(n, generator=g) for n in lengths]
+    split = split_of(AdaKV(float(safeguard)), scores, pinned, positions, budget)
     assert sum(split) == min(budget * len(lengths), sum(lengths))
     for slots, length, pin in zip(split, lengths, pinned, strict=True):
         assert max(1, int(pin.sum())) <= slots <= length
-    assert split == adakv_by_loops(scores, pinned, places, budget, safeguard)
+    assert split == adakv_by_loops(scores, pinned, positions, budget, safeguard)
 
 
 @given(
@@ -225,16 +225,19 @@ def test_adakv_gives_the_slots_of_equal_scores_to_the_newer_tokens():
     none = [torch.zeros(30, dtype=torch.bool)] * 2
     for first, second in ((0, 30), (30, 0)):
         order = torch.randperm(30)
-        places = [order + first, order.flip(0) + second]
-        split = split_of(AdaKV(safeguard=0), scores, none, places, 14)
+        positions = [order + first, order.flip(0) + second]
+        split = split_of(AdaKV(safeguard=0), scores, none, positions, 14)
         assert split == ([1, 27] if second > first else [27, 1])
 
 
 def test_adakv_splits_each_sequence_as_if_it_were_alone():
     g = torch.Generator().manual_seed(3)
     scores, pinned = torch.randn(3, 4, 30, generator=g), torch.rand(3, 4, 30, generator=g) < 0.1
-    places, lengths = torch.arange(30).expand(3, 4, 30), torch.randint(20, 31, (3, 4), generator=g)
-    given = scores, pinned, places, lengths
+    positions, lengths = (
+        torch.arange(30).expand(3, 4, 30),
+        torch.randint(20, 31, (3, 4), generator=g),
+    )
+    given = scores, pinned, positions, lengths
     alone = [AdaKV().split(*(x[i : i + 1] for x in given), 14) for i in range(3)]
     assert torch.equal(AdaKV().split(*given, 14), torch.cat(alone))
 
@@ -242,9 +245,9 @@ def test_adakv_splits_each_sequence_as_if_it_were_alone():
 def test_adakv_reads_no_number_on_a_gpu():
     """A CUDA graph captures it, which nothing may wait for."""
     scores = torch.empty(1, 4, 50, device="meta")  # where there is no number to be read
-    places = torch.arange(50, device="meta")
+    positions = torch.arange(50, device="meta")
     lengths = torch.full((1, 4), 50, device="meta")
-    kept = AdaKV().split(scores, scores > 1, places, lengths, 20)
+    kept = AdaKV().split(scores, scores > 1, positions, lengths, 20)
     assert (kept.shape, kept.dtype) == ((1, 4), torch.int64)
 
 

@@ -48,11 +48,11 @@ def kept(scores: Tensor, count: int) -> list[set[int]]:
 @pytest.mark.parametrize("ridge", [0.01, 1.0])
 def test_leverage_is_that_of_linalg(n, size, ridge):
     rows = normal(2, 3, n, size)
-    found = leverage(rows, ridge)
+    scores = leverage(rows, ridge)
     # The floor is felt in one direction of a square of random numbers: 0.6 % there.
-    torch.testing.assert_close(found.double(), exact(rows, ridge), rtol=1e-2, atol=1e-4)
-    assert (found >= 0).all()
-    assert (found < 1 + 1e-4).all()
+    torch.testing.assert_close(scores.double(), exact(rows, ridge), rtol=1e-2, atol=1e-4)
+    assert (scores >= 0).all()
+    assert (scores < 1 + 1e-4).all()
 
 
 def test_leverage_with_channels_of_very_different_size():
@@ -63,9 +63,9 @@ def test_leverage_with_channels_of_very_different_size():
 
 @pytest.mark.parametrize("rows", [torch.zeros(9, 6), torch.ones(9, 6) * 1e4, torch.zeros(0, 6)])
 def test_leverage_of_rows_that_span_nothing_is_finite(rows):
-    found = leverage(rows, 0.01)
-    assert torch.isfinite(found).all()
-    torch.testing.assert_close(found.double(), exact(rows, 0.01), rtol=0.05, atol=1e-6)
+    scores = leverage(rows, 0.01)
+    assert torch.isfinite(scores).all()
+    torch.testing.assert_close(scores.double(), exact(rows, 0.01), rtol=0.05, atol=1e-6)
 
 
 def test_the_sketch_keeps_lengths_and_is_the_same_everywhere():
@@ -202,10 +202,10 @@ def mutual(obs: Observation, chunk: int) -> Tensor:
     w = obs.queries.shape[2]
     out = torch.zeros(obs.positions.shape).double()
     for b, k in heads(obs):
-        place = [p - (obs.num_tokens - w) for p in obs.positions[b, k].tolist()]
+        offsets = [p - (obs.num_tokens - w) for p in obs.positions[b, k].tolist()]
         for h in range(k * obs.groups, (k + 1) * obs.groups):
             for t in range(w):
-                run = [j for j, p in enumerate(place) if p >= 0 and p // chunk == t // chunk]
+                run = [j for j, p in enumerate(offsets) if p >= 0 and p // chunk == t // chunk]
                 q = obs.queries[b, h, t].double()
                 logits = [float(q @ obs.keys[b, k, j].double()) for j in run]
                 exps = [math.exp(x - max(logits)) for x in logits]
@@ -232,10 +232,10 @@ def compactor_exactly(obs: Observation, chunk: int, sketch: Tensor | None, blend
 @pytest.mark.parametrize("chunk", [1, 3, 256])
 def test_compactor_adds_up_attention_within_runs_of_the_block(obs, chunk):
     obs.state = {"mutual": torch.full(obs.positions.shape, -7.0)}
-    found = load_policy("compactor", chunk=chunk).policy.update(obs)["mutual"]
+    sums = load_policy("compactor", chunk=chunk).policy.update(obs)["mutual"]
     old = obs.positions < obs.num_tokens - obs.queries.shape[2]
-    assert (found[old] == -7).all()
-    same(found.masked_fill(old, 0), mutual(obs, chunk))
+    assert (sums[old] == -7).all()
+    same(sums.masked_fill(old, 0), mutual(obs, chunk))
 
 
 @pytest.mark.parametrize(("n", "size", "width"), [(40, 8, 48), (97, 12, 5), (130, 64, 48)])

@@ -52,13 +52,13 @@ def lagkv_by_loops(obs: Observation, lag: int, sinks: int) -> Tensor:
         rest = [j for j in in_time if obs.positions[b, k, j] >= sinks]
         parts = [rest[i : i + lag] for i in range(0, len(rest) // lag * lag, lag)]
         for part, after in pairwise(parts):
-            found = [0.0] * lag
+            sums = [0.0] * lag
             for states in (obs.keys[b, k].double().tolist(), obs.values[b, k].double().tolist()):
                 others = [states[j] for j in after]
                 for i, x in enumerate(softmax([spread(states[j], others) for j in part])):
-                    found[i] += x
+                    sums[i] += x
             for i, j in enumerate(part):
-                scores[b, k, j] = sum(x < found[i] for x in found) / lag
+                scores[b, k, j] = sum(x < sums[i] for x in sums) / lag
     return scores
 
 
@@ -83,11 +83,11 @@ def expected_by_loops(obs: Observation, sinks: int, epsilon: float, covariance: 
             queries = obs.queries[b, k * obs.groups + g].double()
             mean = sum(queries) / len(queries)
             sigma = sum(torch.outer(q - mean, q - mean) for q in queries) / len(queries)
-            found = []
+            rows = []
             for j in rest:
                 key = obs.rule.scale * obs.keys[b, k, j].double()
-                found.append(float(mean @ key + (key @ sigma @ key / 2 if covariance else 0)))
-            for j, weight in zip(rest, softmax(found), strict=True):
+                rows.append(float(mean @ key + (key @ sigma @ key / 2 if covariance else 0)))
+            for j, weight in zip(rest, softmax(rows), strict=True):
                 scores[b, k, g, j] = weight
     norms = obs.values.double().square().sum(-1).sqrt()
     return (scores + epsilon) * norms[:, :, None]
@@ -101,8 +101,8 @@ def expected_by_loops(obs: Observation, sinks: int, epsilon: float, covariance: 
 )  # fmt: skip
 def test_expected_attention(obs, group, options):
     settings = {"sinks": 4, "epsilon": 0.0, "covariance": True, **options}
-    found = expected_by_loops(obs, **settings)
-    expected = {"mean": found.mean(2), "max": found.amax(2), "sum": found.sum(2)}[group]
+    scores = expected_by_loops(obs, **settings)
+    expected = {"mean": scores.mean(2), "max": scores.amax(2), "sum": scores.sum(2)}[group]
     if group == "sum":
         assert settings["epsilon"] == 0  # which is added once, and not for every query head
     policy = load_policy("expected_attention", group=group, **options).policy
@@ -148,8 +148,8 @@ def rkv_by_loops(
             for j, weight in zip(seen, softmax(z) if z else [], strict=True):
                 weights[j] += weight / queries
         pooled = dict(weights)
-        for place, j in enumerate(older):
-            near = older[max(0, place - kernel // 2) : place + kernel // 2 + 1]
+        for index, j in enumerate(older):
+            near = older[max(0, index - kernel // 2) : index + kernel // 2 + 1]
             pooled[j] = max(weights[i] for i in near)
         units = [key.double() / key.double().norm() for key in obs.keys[b, k]]
         repeated = dict.fromkeys(in_time, 0.0)
@@ -200,8 +200,8 @@ def lagkv_published(keys: Tensor, values: Tensor, sinks: int, lag: int) -> Tenso
         high = parts[:, 1:].max(2, keepdim=True).values
         return ((parts[:, :-1] - low) / (high - low)).std(-1).softmax(-1)
 
-    found = (part(keys) + part(values)) / 2
-    ranks = (found.argsort(-1).argsort(-1) / lag).flatten(1)
+    scores = (part(keys) + part(values)) / 2
+    ranks = (scores.argsort(-1).argsort(-1) / lag).flatten(1)
     tail = torch.ones(heads, lag + tokens - sinks - whole * lag)
     return torch.cat((torch.ones(heads, sinks), ranks, tail), 1)
 

@@ -30,9 +30,9 @@ Term = Callable[[float, float, list[float], list[float]], float]
 
 
 def shapes() -> list[tuple[str, Observation]]:
-    found = [(f"groups of {g}", observe(17, group=g, seed=g)) for g in (1, 2, 4, 8)]
-    found += [("no gaps", observe(13, gaps=False)), ("one query", observe(11, window=1))]
-    return [*found, ("more queries than slots", newer_than_some_queries())]
+    cases = [(f"groups of {g}", observe(17, group=g, seed=g)) for g in (1, 2, 4, 8)]
+    cases += [("no gaps", observe(13, gaps=False)), ("one query", observe(11, window=1))]
+    return [*cases, ("more queries than slots", newer_than_some_queries())]
 
 
 SHAPES = [pytest.param(obs, id=name) for name, obs in shapes()]
@@ -42,7 +42,7 @@ def by_loops(obs: Observation, term: Term) -> Tensor:
     """`term(A, z, a, v)` of every query and slot, [B, K, G, w, n], with Python's own floats."""
     weights = attention_by_loops(obs).tolist()
     queries, keys, values = (x.double().tolist() for x in (obs.queries, obs.keys, obs.values))
-    found = attention_by_loops(obs)
+    attention = attention_by_loops(obs)
     for b, batch in enumerate(weights):
         for k, heads in enumerate(batch):
             for g, rows in enumerate(heads):
@@ -51,8 +51,8 @@ def by_loops(obs: Observation, term: Term) -> Tensor:
                     out = [dot(row, column) for column in zip(*values[b][k], strict=True)]
                     for j, weight in enumerate(row):
                         z = obs.rule.scale * dot(query, keys[b][k][j])
-                        found[b, k, g, t, j] = term(weight, z, out, values[b][k][j])
-    return found
+                        attention[b, k, g, t, j] = term(weight, z, out, values[b][k][j])
+    return attention
 
 
 def dot(a: Iterable[float], b: Iterable[float]) -> float:

@@ -39,11 +39,11 @@ def text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 def blocks(text: str) -> dict[str, str]:
     """The block of every policy on one line; its heading begins the line, the rest is indented."""
-    found = {}
+    by_name = {}
     for block in re.split(r"\n\s*\n", text):
         heading, *lines = block.strip("\n").splitlines()
-        found[heading.split(" ")[0].strip(",")] = " ".join(" ".join([heading, *lines]).split())
-    return found
+        by_name[heading.split(" ")[0].strip(",")] = " ".join(" ".join([heading, *lines]).split())
+    return by_name
 
 
 def has(block: str, part: dict[str, Any]) -> bool:
@@ -116,9 +116,9 @@ def test_companions_stand_below_the_policies(text: str, document: Any) -> None:
 
 def test_json_holds_everything(capsys: pytest.CaptureFixture[str], document: Any) -> None:
     assert cli.run(["policies", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["policies"] == [document["policies"][name] for name in NAMES]
-    assert found["companions"] == document["companions"]
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["policies"] == [document["policies"][name] for name in NAMES]
+    assert printed["companions"] == document["companions"]
 
 
 @pytest.mark.parametrize("name", NAMES)

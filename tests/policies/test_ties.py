@@ -29,25 +29,25 @@ SHAPE = Shape(kv_heads=2, heads=4, head_dim=8, batch=2, block=10, budget=23)
 def observe(n: int, seed: int = 0) -> Observation:
     """Slots in no order, with gaps."""
     g = torch.Generator().manual_seed(seed)
-    places = torch.stack([torch.randperm(3 * n, generator=g)[:n] for _ in range(4)])
+    positions = torch.stack([torch.randperm(3 * n, generator=g)[:n] for _ in range(4)])
     keys = torch.randn(2, 2, n, 8, generator=g)
     return Observation(
         keys=keys,
         values=keys,
-        positions=places.view(2, 2, n).int(),
+        positions=positions.view(2, 2, n).int(),
         num_tokens=3 * n,
         budget=n // 2,
     )
 
 
-def given_up(worth: Tensor, positions: Tensor, count: int) -> list[list[list[int]]]:
+def evicted(worth: Tensor, positions: Tensor, count: int) -> list[list[list[int]]]:
     """The lowest of every head, the older of equal ones, by sorting pairs."""
     rows = zip(worth.flatten(0, 1).tolist(), positions.flatten(0, 1).tolist(), strict=True)
-    found = [
+    slots = [
         sorted(sorted(range(len(row)), key=list(zip(row, age, strict=True)).__getitem__)[:count])
         for row, age in rows
     ]
-    return [found[:2], found[2:]]
+    return [slots[:2], slots[2:]]
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
@@ -62,10 +62,10 @@ def test_eager_code_chooses_by_worth_and_then_by_age(n, share, kinds, sinks, see
     scores = eviction.score(obs, lambda *_: raw)
     pinned = eviction.pinned(obs)
     worth = torch.where(pinned, torch.inf, scores)
-    found = eviction.choose(scores, pinned, obs, count).sort().values
-    assert found.tolist() == given_up(worth, obs.positions, count)
+    slots = eviction.choose(scores, pinned, obs, count).sort().values
+    assert slots.tolist() == evicted(worth, obs.positions, count)
     # The same order by sorts, as graphs and devices without 64-bit topk have it.
-    assert sequence(worth, obs.positions)[..., :count].sort().values.equal(found)
+    assert sequence(worth, obs.positions)[..., :count].sort().values.equal(slots)
     for counts in (
         torch.full((2, 2, 1), n - count),
         torch.tensor([[[0.0], [0.9]], [[1.5], [n + 7]]]),
@@ -107,7 +107,7 @@ def test_graphs_keep_what_eager_code_keeps(name, options, tmp_path):
         worth = eviction.worth(eviction.score(obs), eviction.pinned(obs), obs)
         cut = worth.sort().values[..., n - 24 : n - 22]  # the last that goes, the first that stays
         assert (cut[..., 0] == cut[..., 1]).any(), "no tie at the cut"
-        gone = given_up(worth, obs.positions, n - 23)
+        gone = evicted(worth, obs.positions, n - 23)
         stays = [[sorted({*range(n)} - {*row}) for row in rows] for rows in gone]
         assert got["kept_slot"].tolist() == stays
         assert eviction.select(obs, n - 23).sort().values.tolist() == gone
@@ -117,8 +117,8 @@ def test_of_evicted_tokens_kept_aside_the_newer_stay():
     new = torch.Generator().manual_seed(0)
     segment = Segment(SlotPool(60, 4, torch.float32), 0, 22, 8, 1, 2)
     segment.held = 30
-    places = [torch.randperm(30, generator=new) for _ in range(2)]
-    segment.positions.copy_(torch.stack(places)[None])
+    positions = [torch.randperm(30, generator=new) for _ in range(2)]
+    segment.positions.copy_(torch.stack(positions)[None])
     corrector = load_policy("calidrop", calibration_size=7).corrector
     assert corrector is not None
     kept = EvictedStore(corrector, [segment], 4)

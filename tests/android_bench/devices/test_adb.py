@@ -68,9 +68,9 @@ PIXEL = {
 
 def free_port() -> int:
     """One that adb does not take for an emulator's (5554 to 5585)."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -138,12 +138,12 @@ class Phone:
 
     def processes(self) -> list[str]:
         """What runs in the device's folder."""
-        found = []
+        ids = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):  # one that ends, or another user's
                 if process.cwd().startswith(str(self.data)):
-                    found.append(" ".join(process.cmdline()))
-        return found
+                    ids.append(" ".join(process.cmdline()))
+        return ids
 
     def clean(self, seconds: float = 0) -> bool:
         """Whether nothing is left there, or will be in some seconds."""
@@ -177,11 +177,11 @@ def own_adb(tmp_path_factory):
 @pytest.fixture(scope="module")
 def phone(tmp_path_factory):
     skip_without(installed)
-    found = Phone(tmp_path_factory.mktemp("phone"))
-    found.start()
-    yield found
-    found.stop()
-    devices.adb("disconnect", found.serial)
+    device = Phone(tmp_path_factory.mktemp("phone"))
+    device.start()
+    yield device
+    device.stop()
+    devices.adb("disconnect", device.serial)
 
 
 @pytest.fixture(scope="module")
@@ -202,10 +202,10 @@ def arm(tmp_path_factory):
 def rewritten(plan: Path, folder: Path, **rules: float) -> Path:
     """The same plan by other rules."""
     shutil.copytree(plan, folder)
-    found = json.loads((folder / "plan.json").read_text())
-    found["rules"] |= rules
-    found["id"] = plan_id(found)
-    (folder / "plan.json").write_text(json.dumps(found))
+    document = json.loads((folder / "plan.json").read_text())
+    document["rules"] |= rules
+    document["id"] = plan_id(document)
+    (folder / "plan.json").write_text(json.dumps(document))
     return folder
 
 
@@ -246,14 +246,14 @@ def cells_are_right(result: dict, plan: Path) -> None:
 @pytest.mark.slow
 def test_a_run_with_the_c_runner(phone, plan, here, tmp_path, capsys):
     out = tmp_path / "result.json"
-    asked = argv(
+    command = argv(
         "android adb {} -o {} --runner-dir {} --threads 1,2 --profile --device-dir {}",
         plan,
         out,
         here,
         phone.data,
     )
-    assert run(asked) == 0
+    assert run(command) == 0
     result = json.loads(out.read_text())
     cells_are_right(result, plan)
     assert all(cell["operators"] for cell in result["cells"])
@@ -329,11 +329,11 @@ def page(phone, plan, here, tmp_path):
 
 
 def test_the_page_is_opened_through_the_cable(page, plan, tmp_path, capsys):
-    asked = ["android", "adb", str(plan), "-o", str(tmp_path / "r.json"), "--browser"]
-    assert run(asked) == 1  # no am, so no browser
+    command = ["android", "adb", str(plan), "-o", str(tmp_path / "r.json"), "--browser"]
+    assert run(command) == 1  # no am, so no browser
     assert "opens no browser" in capsys.readouterr().err
     script(page.root / "bin" / "am", f'exec {sys.executable} {tmp_path / "am.py"} "$@"')
-    assert run(asked) == 0, capsys.readouterr().err
+    assert run(command) == 0, capsys.readouterr().err
     said = capsys.readouterr()
     assert "leave its screen on" in said.err
     assert "HOST, not a phone" in said.out

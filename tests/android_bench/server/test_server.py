@@ -52,16 +52,16 @@ def serve(folder, tmp_path, capfd) -> Iterator[Any]:
 
 
 def line(serving: Serving) -> socket.socket:
-    found = socket.create_connection(("127.0.0.1", serving.port))
-    found.settimeout(SOON)
-    return found
+    connection = socket.create_connection(("127.0.0.1", serving.port))
+    connection.settimeout(SOON)
+    return connection
 
 
-def left(found: socket.socket) -> bytes:
+def left(connection: socket.socket) -> bytes:
     """What comes until the server hangs up."""
     said = b""
     try:
-        while part := found.recv(65536):
+        while part := connection.recv(65536):
             said += part
     except ConnectionError:
         pass
@@ -85,8 +85,8 @@ def test_no_body_makes_the_server_fail(fuzzed, mutations):
 def fuzzed(folder, tmp_path_factory) -> Iterator[Serving]:
     with Serving(
         folder, tmp_path_factory.mktemp("results"), limits=ClientLimits(spare_bytes=0)
-    ) as found:
-        yield found
+    ) as serving:
+        yield serving
 
 
 @pytest.mark.slow(keep=13)
@@ -123,9 +123,9 @@ def test_a_depth_or_a_number_within_a_good_result_is_refused_by_its_place(serve)
         ({"signs": {"a": DEEP}}, "device/signs/a"),
         ({"cores": float("inf")}, "device/cores"),
     ):
-        found = copy.deepcopy(result())
-        found["device"] |= change
-        status, answer = posted(serving, written(found))
+        document = copy.deepcopy(result())
+        document["device"] |= change
+        status, answer = posted(serving, written(document))
         assert status == 422
         assert said in answer["error"]
 
@@ -133,9 +133,9 @@ def test_a_depth_or_a_number_within_a_good_result_is_refused_by_its_place(serve)
 def test_what_a_result_brings_comes_back_in_a_form_that_can_be_sent(serve):
     """Half a character has no encoding but JSON's own."""
     serving = serve()
-    found = result()
-    found["cells"][4]["reason"] = "\ud800"
-    status, answer = posted(serving, written(found))
+    document = result()
+    document["cells"][4]["reason"] = "\ud800"
+    status, answer = posted(serving, written(document))
     assert status == 201
     assert any(flag["kind"] == "failed" for flag in answer["flags"])
 
@@ -155,10 +155,12 @@ def test_clients_that_leave_midway_leave_no_trace(serve):
         b"\x00\xff\r\n\r\n",
         LARGE.replace(b"/ort/", b"/\xff"),
     ):
-        with line(serving) as found:
-            found.sendall(sent)
+        with line(serving) as connection:
+            connection.sendall(sent)
             time.sleep(0.05)
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
+            connection.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0"
+            )  # a reset
     assert posted(serving, result())[0] == 201
 
 
@@ -170,29 +172,29 @@ def test_what_is_written_is_sent_at_once(serve):
 def test_a_request_that_never_begins_is_hung_up_on(serve):
     serving = serve(head_seconds=1)
     for sent in (b"", b"POST /results HTTP/1.1\r\nHost: loc"):
-        with line(serving) as found:
-            found.sendall(sent)
-            assert left(found) == b""
-    with line(serving) as found:  # after a whole one, likewise
-        found.sendall(b"GET /app.js HTTP/1.1\r\nHost: localhost\r\n\r\nGET /app")
-        assert left(found).startswith(b"HTTP/1.1 200")
+        with line(serving) as connection:
+            connection.sendall(sent)
+            assert left(connection) == b""
+    with line(serving) as connection:  # after a whole one, likewise
+        connection.sendall(b"GET /app.js HTTP/1.1\r\nHost: localhost\r\n\r\nGET /app")
+        assert left(connection).startswith(b"HTTP/1.1 200")
     assert posted(serving, result())[0] == 201
 
 
 def test_a_body_that_never_ends_is_answered(serve):
     serving = serve(body_seconds=1)
     for path in (b"/results", b"/device"):
-        with line(serving) as found:
-            found.sendall(HEAD.replace(b"/results", path) + b"Content-Length: 90\r\n\r\n{")
-            assert found.recv(64).startswith(b"HTTP/1.1 408")
+        with line(serving) as connection:
+            connection.sendall(HEAD.replace(b"/results", path) + b"Content-Length: 90\r\n\r\n{")
+            assert connection.recv(64).startswith(b"HTTP/1.1 408")
     assert posted(serving, result())[0] == 201
 
 
 def test_an_answer_that_nobody_reads_is_given_up(serve):
     serving = serve(request_seconds=1)
-    with line(serving) as found:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        found.sendall(LARGE)
+    with line(serving) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(LARGE)
         deadline = time.monotonic() + SOON
         while serving.server.server_state.tasks and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -202,9 +204,9 @@ def test_an_answer_that_nobody_reads_is_given_up(serve):
 def test_more_connections_than_allowed_are_turned_away(serve):
     serving = serve(connections=3)
     held = [line(serving) for _ in range(3)]
-    with line(serving) as found:
-        found.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert found.recv(64).startswith(b"HTTP/1.1 503")
+    with line(serving) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(64).startswith(b"HTTP/1.1 503")
     for one in held:
         one.close()
     deadline = time.monotonic() + SOON
@@ -228,9 +230,9 @@ def test_only_so_many_results_arrive_at_once(serve):
 
 
 def test_a_head_that_is_too_long_is_refused(serve):
-    with line(serve()) as found:
-        found.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 2 * HEAD_BYTES)
-        assert left(found).startswith(b"HTTP/1.1 400")
+    with line(serve()) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 2 * HEAD_BYTES)
+        assert left(connection).startswith(b"HTTP/1.1 400")
 
 
 # The disk
@@ -263,13 +265,13 @@ def test_the_disk_is_not_filled(serve, monkeypatch):
 
 def test_another_site_gets_no_leave_to_send(serve):
     """A page elsewhere may send JSON only after a preflight, which grants it nothing here."""
-    with line(serve()) as found:
-        found.sendall(
+    with line(serve()) as connection:
+        connection.sendall(
             b"OPTIONS /results HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\n"
             b"Access-Control-Request-Method: POST\r\nConnection: close\r\n"
             b"Access-Control-Request-Headers: content-type\r\n\r\n"
         )
-        said = left(found).lower()
+        said = left(connection).lower()
     assert b"405" in said.splitlines()[0]
     assert b"access-control-allow" not in said
 
@@ -277,10 +279,10 @@ def test_another_site_gets_no_leave_to_send(serve):
 def test_the_terminal_gets_no_words_of_a_client_as_they_are(serve, monkeypatch, capfd):
     from kvcap.android_bench.commands import _tell
 
-    found = result()
-    found["device"]["model"] = "\x1b[2Jx\n<b>"
+    document = result()
+    document["device"]["model"] = "\x1b[2Jx\n<b>"
     serving = serve()
-    assert posted(serving, written(found))[0] == 201
+    assert posted(serving, written(document))[0] == 201
     landed: Landed = serving.landed.get(timeout=SOON)
     _tell(landed, False)
     _tell(landed, True)

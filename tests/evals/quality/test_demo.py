@@ -109,11 +109,11 @@ def test_a_value_of_another_key_is_found_but_not_right(
     demo._order = [Fact("the code for the blue door", "4821")]
     monkeypatch.setattr(demo, "_say", lambda *_: answer)
     report = demo.run()
-    (asked,) = report.questions
-    assert (asked.found, asked.right) == (found, right)
+    (question,) = report.questions
+    assert (question.found, question.right) == (found, right)
     assert report.recall == right
-    assert asked.expected == "The code for the blue door is 4821."
-    line, summary = _question_line(asked), _summary(report).splitlines()[0]
+    assert question.expected == "The code for the blue door is 4821."
+    line, summary = _question_line(question), _summary(report).splitlines()[0]
     assert line.startswith("right" if right else "value found" if found else "wrong")
     assert ("expected: 'The code for the blue door is 4821.'" in line) != right
     assert f"{int(right)} of 1 right" in summary
@@ -201,7 +201,7 @@ def test_a_demo_of_recall_asks_twice_and_prints_a_table(tmp_path: Path) -> None:
     begins = [line.split()[0] for line in lines if line]
     assert begins == ["|"] * 4 + ["recall", "0", "kv", "bytes", "tokens"]
     report = json.loads(printed(*given, "--json").stdout)
-    asked, recalled = report["questions"], report["recalled"]
-    assert [q["question"] for q in asked] == [q["question"] for q in recalled]
+    questions, recalled = report["questions"], report["recalled"]
+    assert [q["question"] for q in questions] == [q["question"] for q in recalled]
     assert report["kv"]["evicted_tokens"] > 300
     assert "library" in report

@@ -51,20 +51,20 @@ def test_mcnemar(more: int, fewer: int, p: float) -> None:
 
 def test_scores_of_right_and_wrong_are_compared_exactly() -> None:
     first, second = (1, 1, 1, 1, 1, 0, 1, 0), (1, 0, 0, 0, 0, 0, 0, 1)
-    found = compare(first, second, SHARE)
-    assert found.difference == pytest.approx((6 - 2) / 8)
-    assert (found.first_higher, found.second_higher, found.samples) == (5, 1, 8)
-    assert found.p_value == mcnemar(5, 1)
-    assert (found.ci_low, found.ci_high) == newcombe(1, 5, 1, 1)
+    comparison = compare(first, second, SHARE)
+    assert comparison.difference == pytest.approx((6 - 2) / 8)
+    assert (comparison.first_higher, comparison.second_higher, comparison.samples) == (5, 1, 8)
+    assert comparison.p_value == mcnemar(5, 1)
+    assert (comparison.ci_low, comparison.ci_high) == newcombe(1, 5, 1, 1)
 
 
 def test_other_scores_are_compared_by_a_bootstrap() -> None:
     noise = [math.sin(i) for i in range(100)]  # of samples, far above the difference
     first, second = [x + 0.1 + 0.01 * math.cos(9 * x) for x in noise], noise
-    found = compare(first, second, PERPLEXITY)
-    assert found.difference == pytest.approx(math.exp(0.1), abs=0.01)
-    assert 1.08 < found.ci_low < found.difference < found.ci_high < 1.13
-    assert found.p_value is None
+    comparison = compare(first, second, PERPLEXITY)
+    assert comparison.difference == pytest.approx(math.exp(0.1), abs=0.01)
+    assert 1.08 < comparison.ci_low < comparison.difference < comparison.ci_high < 1.13
+    assert comparison.p_value is None
     alike = compare(second, second, SHARE)
     assert (alike.difference, alike.ci_low, alike.ci_high) == (0, 0, 0)
 

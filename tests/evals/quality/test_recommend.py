@@ -68,11 +68,11 @@ def beside(*candidates: PolicyFigures, floor: float = 0.3, facts: int = 0) -> li
 def test_what_is_chosen_and_why_others_are_dropped(
     candidates: list[PolicyFigures], chosen: str, dropped: dict[str, str]
 ) -> None:
-    found = choose(beside(*candidates))
-    assert (found.policy, found.reasons) == (chosen, dropped)
-    assert found.remarks[0].startswith(f"{chosen} is chosen, with a perplexity of ")
+    choice = choose(beside(*candidates))
+    assert (choice.policy, choice.reasons) == (chosen, dropped)
+    assert choice.remarks[0].startswith(f"{chosen} is chosen, with a perplexity of ")
     for policy, reason in dropped.items():
-        assert any(said.startswith(f"{policy} is dropped: {reason}") for said in found.remarks)
+        assert any(said.startswith(f"{policy} is dropped: {reason}") for said in choice.remarks)
 
 
 def test_few_facts_weigh_less() -> None:
@@ -89,9 +89,9 @@ def test_few_facts_weigh_less() -> None:
 
 
 def test_what_is_worse_than_random_is_never_chosen() -> None:
-    found = choose(beside(row("a", 0.2), row("b", 0.3, 2), floor=0.1, facts=4))
-    assert found.policy is None
-    assert found.remarks == (
+    choice = choose(beside(row("a", 0.2), row("b", 0.3, 2), floor=0.1, facts=4))
+    assert choice.policy is None
+    assert choice.remarks == (
         "a is worse than random eviction: perplexity 10.5% higher",
         "b is worse than random eviction: perplexity 22.1% higher and 2 facts fewer (2 of 4 "
         "against 4 of 4)",
@@ -101,8 +101,8 @@ def test_what_is_worse_than_random_is_never_chosen() -> None:
 
 
 def test_random_and_the_uncapped_model_are_never_chosen() -> None:
-    found = choose(beside(row("a", ms=9.0), floor=-0.005, facts=4))
-    assert (found.policy, dict(found.reasons)) == ("a", {})
+    choice = choose(beside(row("a", ms=9.0), floor=-0.005, facts=4))
+    assert (choice.policy, dict(choice.reasons)) == ("a", {})
 
 
 def test_a_difference_that_may_be_chance_is_said() -> None:
@@ -134,8 +134,8 @@ def test_the_command_of_a_base_model_reads_the_text() -> None:
 
 
 def test_rows_and_their_means_in_json() -> None:
-    found = row("a", facts=2).as_dict()
-    assert found["perplexity"] == pytest.approx(8.166, abs=1e-3)
-    assert found["facts_found"] == 0.5
-    assert found["cost"] == pytest.approx(2.1 - 0.05)
+    figures = row("a", facts=2).as_dict()
+    assert figures["perplexity"] == pytest.approx(8.166, abs=1e-3)
+    assert figures["facts_found"] == 0.5
+    assert figures["cost"] == pytest.approx(2.1 - 0.05)
     assert PolicyFigures("a", 64, 1000, PASSAGES).as_dict()["facts_found"] is None

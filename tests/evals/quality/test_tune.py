@@ -59,7 +59,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "MOST_ROUNDS", 3)
 
 
-def asked(model: str, file: str, *more: str) -> list[str]:
+def command(model: str, file: str, *more: str) -> list[str]:
     small = ["--budget-tokens", "48", "--block-size", "16", "--device", "cpu"]
     return ["tune", model, "-f", file, *small, "--policies", "snapkv,streaming_llm", *more]
 
@@ -90,7 +90,7 @@ def test_the_last_line_is_a_command_that_runs(
     file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tiny_chat.save(tmp_path / "model", template=False)
-    assert cli.run(asked(folder, file, "--length", "160", "--dtype", "float32")) == 0
+    assert cli.run(command(folder, file, "--length", "160", "--dtype", "float32")) == 0
     said, noted = capsys.readouterr()
     lines = said.splitlines()
     assert "3 pieces of 160 tokens of a text of 732, the last 80 of each scored; " in lines[0]
@@ -128,7 +128,7 @@ def test_one_json_document_and_a_chat(
     file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_chat.save(tmp_path / "model")
-    assert cli.run(asked(model, file, "--length", "160", "--threads", "1", "--json")) == 0
+    assert cli.run(command(model, file, "--length", "160", "--threads", "1", "--json")) == 0
     document = json.loads(capsys.readouterr().out)
     rows = {row["policy"]: row for row in document["rows"]}
     assert [*rows] == ["snapkv", "streaming_llm", "random", "full"]
@@ -165,7 +165,7 @@ def test_one_json_document_and_a_chat(
 
 def test_losses_are_those_of_the_pieces(folder: str) -> None:
     given = request(folder, policies=("streaming_llm",), length=100)
-    found = tune.tune(given, tuned(given), time.perf_counter())
+    tuning = tune.tune(given, tuned(given), time.perf_counter())
     opening, ids = encode(load_tokenizer(folder), TEXT)
     pieces = [torch.tensor([piece]) for piece in tune._pieces(opening, ids, 100)]
     model = tiny_model(
@@ -178,7 +178,7 @@ def test_losses_are_those_of_the_pieces(folder: str) -> None:
         expected = [
             float(cross_entropy(model(piece).logits[0, 50:-1], piece[0, 51:])) for piece in pieces
         ]
-    capped, _, full = found.rows
+    capped, _, full = tuning.rows
     assert full.losses == pytest.approx(expected, abs=1e-4)
     assert capped.losses != pytest.approx(expected, abs=1e-4)
 
@@ -210,7 +210,7 @@ def test_the_model_is_loaded_as_chat_loads_it(
         raise ValueError("seen")
 
     monkeypatch.setattr(Runtime, "from_pretrained", record)
-    given = asked(folder, file, "--dtype", "bfloat16", "--sink-tokens", "2", *more)
+    given = command(folder, file, "--dtype", "bfloat16", "--sink-tokens", "2", *more)
     assert cli.run(given) == 2
     at = given.index("--policies")
     assert cli.run(["chat", folder, *given[4:at], "--policy", "snapkv", *given[at + 2 :]]) == 2
@@ -221,7 +221,7 @@ def test_the_model_is_loaded_as_chat_loads_it(
 def test_an_export_is_refused_before_it_is_made(
     folder: str, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(asked(folder, file, "--weights", "int8")) == 2
+    assert cli.run(command(folder, file, "--weights", "int8")) == 2
     assert "policies are measured in PyTorch or by llama.cpp" in capsys.readouterr().err
 
 
@@ -229,7 +229,7 @@ def test_nothing_is_recommended_where_random_is_better(
     folder: str, file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recommend, "SAME", -10.0)  # no cost is below that of random eviction
-    given = asked(folder, file, "--length", "100")
+    given = command(folder, file, "--length", "100")
     assert cli.run(given) == 1
     said, noted = capsys.readouterr()
     assert "snapkv is worse than random eviction" in said
@@ -279,12 +279,12 @@ def test_refusals_come_before_the_model_is_loaded(
     monkeypatch.setattr(Runtime, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
     file = tmp_path / "text.txt"
     file.write_text(text)
-    assert cli.run(asked(folder, str(file), *more)) == 2
+    assert cli.run(command(folder, str(file), *more)) == 2
     assert said in capsys.readouterr().err
 
 
 def test_a_text_that_is_not_there(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(asked(folder, "/none")) == 2
+    assert cli.run(command(folder, "/none")) == 2
     assert "cannot read '/none'" in capsys.readouterr().err
 
 
@@ -293,7 +293,7 @@ def test_too_little_time_is_refused_and_says_how_much_would_do(
 ) -> None:
     monkeypatch.setattr(tune, "_pace", lambda *_: tune._Pace(predict=2.0, read=1.0, write=1.0))
     monkeypatch.setattr(tune, "_measure", lambda *_: pytest.fail("measured"))
-    assert cli.run(asked(folder, file)) == 2
+    assert cli.run(command(folder, file)) == 2
     said = capsys.readouterr().err
     assert "--minutes 5 are too few: the model reads 1 tokens a second here" in said
     assert "give --minutes 58, or a smaller budget" in said
@@ -338,19 +338,19 @@ def test_as_much_is_measured_as_the_time_allows(
     all_sides = sides(given)
     pace = tune._Pace(predict=seconds, read=seconds, write=0.0)
     size = tune._Size(text=732, trained=512, block=16, facts=96)
-    measured, found, minutes = tune._fit(given, clock, all_sides, size, pace)
+    measured, fitted, minutes = tune._fit(given, clock, all_sides, size, pace)
     assert [side.policy for side in measured[-2:]] == ["random", "full"]
     assert [*measured[:-2]] == all_sides[:candidates]
-    assert found == length
+    assert fitted == length
     assert 0 < minutes <= 5
 
 
 def test_pieces_do_not_overlap_and_begin_as_texts_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "MOST_ROUNDS", 12)
-    found = tune._pieces([1], range(100, 1100), 91)
-    assert len(found) == 11
-    assert all(len(piece) == 91 and piece[0] == 1 for piece in found)
-    tokens = [token for piece in found for token in piece[1:]]
+    pieces = tune._pieces([1], range(100, 1100), 91)
+    assert len(pieces) == 11
+    assert all(len(piece) == 91 and piece[0] == 1 for piece in pieces)
+    tokens = [token for piece in pieces for token in piece[1:]]
     assert sorted(tokens) == list(range(100, 1090))
     assert tokens != sorted(tokens)  # the first ones are spread over the text
 
@@ -359,16 +359,16 @@ def test_policies_are_measured_as_conversations_run_them(folder: str) -> None:
     given = request(folder, policies=("streaming_llm", "keydiff"), pins={"recent_tokens": 8})
     model = tuned(given)
     model.load("streaming_llm")
-    found = {side.policy: model.loop(side, 100).cache for side in sides(given)}
-    assert [*found] == ["streaming_llm", "keydiff", "random", "full"]
+    caches = {side.policy: model.loop(side, 100).cache for side in sides(given)}
+    assert [*caches] == ["streaming_llm", "keydiff", "random", "full"]
     for policy in ("streaming_llm", "keydiff"):
         chat = load(folder, policy, recent_tokens=8).new_cache()
-        assert found[policy].eviction == chat.eviction
-        assert found[policy].layout.positions == chat.layout.positions
-        sizes = [cache.layout.nbytes(1, torch.float32) for cache in (found[policy], chat)]
+        assert caches[policy].eviction == chat.eviction
+        assert caches[policy].layout.positions == chat.layout.positions
+        sizes = [cache.layout.nbytes(1, torch.float32) for cache in (caches[policy], chat)]
         assert sizes[0] == sizes[1]
-        assert found[policy].evict_every == chat.evict_every == 16
-    assert found["full"].layout.budget_tokens == 100
+        assert caches[policy].evict_every == chat.evict_every == 16
+    assert caches["full"].layout.budget_tokens == 100
 
 
 def test_equal_bytes_give_policies_their_own_slots(folder: str) -> None:
@@ -389,7 +389,7 @@ def test_candidates_that_cannot_be_run_are_left_out_and_said(
     monkeypatch.setattr(TorchTuned, "candidates", ("headkv", "streaming_llm"))
     monkeypatch.setattr(tune, "spelled_out", lambda names: ["headkv", "streaming_llm", "full"])
     notes: list[str] = []
-    found = [side.policy for side in sides(request(folder, policies=policies), notes)]
-    assert found == ["streaming_llm", "random", "full"]
+    candidates = [side.policy for side in sides(request(folder, policies=policies), notes)]
+    assert candidates == ["streaming_llm", "random", "full"]
     (note,) = notes
     assert note.startswith("headkv is left out: headkv needs a table")

@@ -41,7 +41,7 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture
-def asked(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def tune_command(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a command; its rounds are few, and facts are as long as the task is in bytes."""
     monkeypatch.setattr(tune, "MOST_ROUNDS", 2)
     monkeypatch.setattr(tune, "LEAST_FACTS_LENGTH", 1024)
@@ -52,9 +52,15 @@ def asked(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[st
 
 @pytest.mark.parametrize("file", [tiny_gguf.CHATML, None], ids=["chat", "plain"], indirect=True)
 def test_the_command_runs_what_was_measured(
-    asked: list[str], file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tune_command: list[str],
+    file: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert cli.run([*asked, "--json"]) in (0, 1)  # a random model may know no better than random
+    assert cli.run([*tune_command, "--json"]) in (
+        0,
+        1,
+    )  # a random model may know no better than random
     document = json.loads(capsys.readouterr().out)
     rows = {row["policy"]: row for row in document["rows"]}
     assert [*rows] == ["streaming_llm", "keydiff-window", "lagkv", "random", "full"]
@@ -62,10 +68,10 @@ def test_the_command_runs_what_was_measured(
     assert [row["slots"] for row in rows.values()] == [64, 64, 64, 64, None]
     assert "llama.cpp" in document["environment"]["device"]
     monkeypatch.setattr(tune, "choose", lambda rows: Recommendation("lagkv", {}, ()))
-    assert cli.run([*asked, "--policies", "lagkv", "--json"]) == 0
+    assert cli.run([*tune_command, "--policies", "lagkv", "--json"]) == 0
     command = json.loads(capsys.readouterr().out)["command"]
     plain = document["plain"]
-    begun = ["generate", file, "--file", asked[3], "--raw"] if plain else ["chat", file]
+    begun = ["generate", file, "--file", tune_command[3], "--raw"] if plain else ["chat", file]
     recall = "32" if plain else "auto"
     assert command == ["kvcap", *begun, "--policy", "lagkv", *SIZES, "--recall", recall]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello!\n")))
@@ -82,12 +88,12 @@ def test_the_uncapped_losses_are_llamacpps_own(file: str) -> None:
     plain.close()
     expected = np.log(np.exp(logits).sum(-1)) - logits[np.arange(99), ids[101:]]
     lag = model.side("lagkv")
-    found = [
+    own_losses = [
         model.losses(model.loop(side, 200), engine.token_ids(ids), 100)
         for side in (model.uncapped(lag.plan), lag)
     ]
-    np.testing.assert_allclose(found[0], expected, atol=0.02)
-    assert np.abs(found[1] - expected).max() > 0.1
+    np.testing.assert_allclose(own_losses[0], expected, atol=0.02)
+    assert np.abs(own_losses[1] - expected).max() > 0.1
 
 
 @pytest.mark.parametrize("policy", ["streaming_llm", "keydiff-window"])
@@ -96,12 +102,12 @@ def test_policies_are_measured_as_conversations_run_them(policy: str, file: str)
     request = TuningRequest(file, TEXT, Sizes(CacheSettings(kv_budget="1MiB")), pins)
     model = bound(request)
     model.load("random")
-    found = model.loop(model.side(policy), 100)
+    loop = model.loop(model.side(policy), 100)
     settings = CacheSettings(kv_budget="1MiB", evict_every=None)
     chat = LlamaRuntime.from_file(file, policy, settings, policy_options=pins).loop()
     for name in ("ranking", "budget", "positions", "nbytes"):
-        assert getattr(found.cache, name) == getattr(chat.cache, name)
-    assert (found.block, found.every) == (chat.block, chat.every)
+        assert getattr(loop.cache, name) == getattr(chat.cache, name)
+    assert (loop.block, loop.every) == (chat.block, chat.every)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +120,9 @@ def test_policies_are_measured_as_conversations_run_them(policy: str, file: str)
     ],
 )
 def test_refusals(
-    more: list[str], said: str, asked: list[str], capsys: pytest.CaptureFixture[str]
+    more: list[str], said: str, tune_command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    capped = [part for part in asked if "--memory-cap" not in more or part not in SIZES[:2]]
+    capped = [part for part in tune_command if "--memory-cap" not in more or part not in SIZES[:2]]
     assert cli.run([*capped, *more]) == 2
     assert said in capsys.readouterr().err
 
@@ -124,14 +130,14 @@ def test_refusals(
 def test_policies_that_observe_queries_are_left_out_and_said(file: str) -> None:
     notes: list[str] = []
     request = TuningRequest(file, TEXT, Sizes(CacheSettings(64, 32)), policies=("all",))
-    found = [side.policy for side in tune._sides(request, bound(request), notes.append)]
-    assert {"streaming_llm", "lagkv", "knorm"} <= {*found}
-    assert "snapkv" not in found
+    policies = [side.policy for side in tune._sides(request, bound(request), notes.append)]
+    assert {"streaming_llm", "lagkv", "knorm"} <= {*policies}
+    assert "snapkv" not in policies
     assert any(note.startswith("snapkv is left out: policy 'snapkv' looks at") for note in notes)
 
 
-def test_agreement_is_refused(file: str, asked: list[str], capsys: Any) -> None:
-    assert cli.run(["eval", file, "--agreement", "-f", asked[3]]) == 2
+def test_agreement_is_refused(file: str, tune_command: list[str], capsys: Any) -> None:
+    assert cli.run(["eval", file, "--agreement", "-f", tune_command[3]]) == 2
     assert "give --backend torch" in capsys.readouterr().err
 
 

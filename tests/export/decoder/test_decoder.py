@@ -117,8 +117,8 @@ def test_windows_and_pins_of_any_size(policy, options):
 
 
 def test_pinned_spans_stay():
-    found = beside_the_runtime(decoder(), pins=((2, 6), (11, 12)), evict_every=2)
-    for rows in found.positions(0):
+    compared = beside_the_runtime(decoder(), pins=((2, 6), (11, 12)), evict_every=2)
+    for rows in compared.positions(0):
         for head in rows:
             assert {2, 3, 4, 5, 11} <= set(head.tolist())
 
@@ -196,12 +196,12 @@ def by_the_manifest(folder: Path, runs: list[list[int]], answer: int) -> list[in
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     known: dict = {}
     exec(code.replace('"pocket-onnx"', repr(str(folder))).partition("\nids, answer")[0], known)
-    found, pending = [], [list(block) for block in runs]
-    while len(found) < answer:
-        token = known["run"](pending.pop(0) if pending else [found[-1]])
+    tokens, pending = [], [list(block) for block in runs]
+    while len(tokens) < answer:
+        token = known["run"](pending.pop(0) if pending else [tokens[-1]])
         if not pending:
-            found.append(token)
-    return found
+            tokens.append(token)
+    return tokens
 
 
 def blocks_of(sample: dict) -> list[list[int]]:
@@ -213,8 +213,8 @@ def blocks_of(sample: dict) -> list[list[int]]:
 def test_a_runner_that_knows_only_the_manifest_gives_the_same_text(shelf):
     sample = facts(shelf / "made")["sample"]
     assert sum(sample["runs"]) == len(sample["prompt"]) > BUDGET + BLOCK
-    found = by_the_manifest(shelf / "made", blocks_of(sample), len(sample["greedy"]))
-    assert found == sample["greedy"]
+    text = by_the_manifest(shelf / "made", blocks_of(sample), len(sample["greedy"]))
+    assert text == sample["greedy"]
 
 
 @pytest.mark.slow
@@ -237,11 +237,11 @@ def test_the_manifest_says_what_a_runner_needs(shelf):
     )
     types = {"float32": "float", "int32": "int32", "int64": "int64"}
     for kind, real in (("inputs", session.get_inputs()), ("outputs", session.get_outputs())):
-        told = [
+        stated = [
             (p["name"], f"tensor({types[p['dtype']]})", [a["size"] for a in p["axes"]])
             for p in said[kind]
         ]
-        assert told == [(p.name, p.type, list(p.shape)) for p in real]
+        assert stated == [(p.name, p.type, list(p.shape)) for p in real]
     held = sum(np.zeros(s["full"], s["dtype"]).nbytes for s in said["state"])
     assert said["state_bytes"] == held == 2 * 2 * (BUDGET + BLOCK) * (2 * 16 * 4 + 4)
     listed = {entry["file"]: entry["bytes"] for entry in said["files"]}
@@ -624,7 +624,7 @@ def test_a_norm_that_differs_from_an_rms_norm_is_left():
 
     draws, ort = np.random.default_rng(0), library("onnxruntime")
     for changes in ({}, {"axis": 1}, {"power": 4.0}, {"gain": (1, 3, 8)}):
-        model, found = normed(**changes), []
+        model, results = normed(**changes), []
         given = {name: draws.random((1, 3, 8), np.float32) - 0.5 for name in "xr"}
         given["g"] = draws.random(changes.get("gain", (8,)), np.float32)
         for step in (lambda model: None, fuse):
@@ -632,10 +632,10 @@ def test_a_norm_that_differs_from_an_rms_norm_is_left():
             session = ort.InferenceSession(
                 model.SerializeToString(), providers=["CPUExecutionProvider"]
             )
-            found.append(session.run(None, given))
+            results.append(session.run(None, given))
         kinds = [node.op_type for node in model.graph.node]
         assert ("SkipSimplifiedLayerNormalization" in kinds) == (not changes), changes
-        for one, other in zip(*found, strict=True):
+        for one, other in zip(*results, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-6)
 
 
@@ -673,13 +673,13 @@ def test_what_only_looks_like_a_rotation_is_left():
     given = {"x": draws.random((1, 2, 3, 8)), "c0": np.cos(angles), "s0": np.sin(angles)}
     given = {name: x.astype(np.float32) for name, x in given.items()}
     for cut, swapped, fused in ((4, False, True), (3, False, False), (4, True, False)):
-        model, found = rotary(cut, swapped), []
+        model, results = rotary(cut, swapped), []
         for step in (lambda model: None, fuse):
             step(model)
             session = ort.InferenceSession(
                 model.SerializeToString(), providers=["CPUExecutionProvider"]
             )
-            found.append(session.run(None, given)[0])
+            results.append(session.run(None, given)[0])
         kinds = {node.op_type for node in model.graph.node}
         assert ("RotaryEmbedding" in kinds) == fused, (cut, swapped)
-        np.testing.assert_allclose(*found, atol=1e-6)
+        np.testing.assert_allclose(*results, atol=1e-6)

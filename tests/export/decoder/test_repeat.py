@@ -64,7 +64,7 @@ def traced_once(known, monkeypatch):
     """Nothing is traced twice: for tests of what comes after, or of one of two exports."""
 
     def remembered(trace):
-        def found(module):
+        def recall(module):
             layout = module.layout
             model = getattr(module, "model", None)
             sizes = (model.config.to_json_string(), model.dtype) if model else (module.cache,)
@@ -73,7 +73,7 @@ def traced_once(known, monkeypatch):
                 known[key] = trace(module)
             return type(known[key]).FromString(known[key].SerializeToString())
 
-        return found
+        return recall
 
     for name in ("trace", "trace_evictor"):
         monkeypatch.setattr(writing, name, remembered(getattr(writing, name)))
@@ -216,7 +216,7 @@ def test_a_chain_of_three_becomes_one_of_six():
     from onnx.reference import ReferenceEvaluator
 
     given = {value.name: torch.randn(2).numpy() for value in model.graph.input}
-    found = dict(
+    files = dict(
         zip(
             [v.name for v in model.graph.output],
             ReferenceEvaluator(model).run(None, given),
@@ -227,9 +227,9 @@ def test_a_chain_of_three_becomes_one_of_six():
     y = x
     for layer in range(6):
         y = y.relu() + torch.from_numpy(given[f"layers.{layer}.w"])
-        kept = torch.from_numpy(found[f"present_keys.{layer}"])
+        kept = torch.from_numpy(files[f"present_keys.{layer}"])
         torch.testing.assert_close(kept, y * torch.from_numpy(given[f"keys.{layer}"]))
-    torch.testing.assert_close(torch.from_numpy(found["out"]), y - x)
+    torch.testing.assert_close(torch.from_numpy(files["out"]), y - x)
     assert not repeat(chain(third="Neg"), how, 3, [0] * 6)
     assert not repeat(chain(skip=True), how, 3, [0] * 6)  # past the layer before
 
@@ -265,8 +265,8 @@ def test_a_streaming_model_computes_the_same_and_holds_a_layer(checkpoint):
         )
     loaded.config._attn_implementation = model.config._attn_implementation = "eager"
     with torch.no_grad(), streaming(model, layers_of(model)[1], weights):
-        found = model(ids).logits
-        assert torch.equal(found, loaded(ids).logits)
+        logits = model(ids).logits
+        assert torch.equal(logits, loaded(ids).logits)
     assert held == [len(list(model.model.layers[0].parameters()))] * LAYERS
     assert all(parameter.is_meta for parameter in model.parameters())
     filled = fill(model, weights)
@@ -373,15 +373,15 @@ def test_a_wrong_weight_is_found_though_the_graph_is_right(
     monkeypatch.setattr(spec, "LOADED", 0)
     layout = layout_for(load_config(where), CacheSettings(BUDGET, BLOCK, load_policy("keydiff")))
     source = open_model(where, "int4")
-    places = dict(source.checkpoint.files)
-    wrong = Checkpoint(places, torch.float32)
+    files = dict(source.checkpoint.files)
+    wrong = Checkpoint(files, torch.float32)
     one, other = (f"model.model.layers.{i}.mlp.up_proj.weight" for i in (4, 1))
 
     class Swapped(Checkpoint):
         def __getitem__(self, name):
             return super().__getitem__(other if name == one and not self.right else name)
 
-    wrong = Swapped(places, torch.float32)
+    wrong = Swapped(files, torch.float32)
     wrong.right = False
 
     def check(*given, streaming=writing.check_streaming):

@@ -358,9 +358,9 @@ def test_broken_scales_are_refused(content, message, pocket_int8, tmp_path):
             "object": np.array([{}], object),
         }[content]
         np.save(folder / SLOT_SCALES, bad)
-    found = read(pocket_int8)
+    manifest = read(pocket_int8)
     with pytest.raises(ManifestError, match=message):
-        scales_of(type(found)(folder, found.facts))
+        scales_of(type(manifest)(folder, manifest.facts))
 
 
 @pytest.mark.parametrize("change", ["no scales", "no type", "no file"])
@@ -382,11 +382,11 @@ def test_a_manifest_that_contradicts_itself_is_refused(change, pocket_int8, tmp_
 
 def test_slots_of_another_type_are_refused_by_name(pocket_int8, tmp_path, capsys):
     OrtRuntime.from_directory(pocket_int8, kv_dtype="int8")
-    for asked in ("int4", "int8-int4"):
+    for kind in ("int4", "int8-int4"):
         with pytest.raises(NotExportable, match="one scale for each channel"):
-            OrtRuntime.from_directory(pocket_int8, kv_dtype=asked)
-        assert run(["plan", str(pocket_int8), "--kv-dtype", asked]) == 2
-        assert run(["plan", "pocket", "--weights", "int8", "--kv-dtype", asked]) == 2
+            OrtRuntime.from_directory(pocket_int8, kv_dtype=kind)
+        assert run(["plan", str(pocket_int8), "--kv-dtype", kind]) == 2
+        assert run(["plan", "pocket", "--weights", "int8", "--kv-dtype", kind]) == 2
         assert "one scale for each channel" in capsys.readouterr().err
     with pytest.raises(NotExportable, match="runs in Python only"):
         decoder_in(pocket_int8)

@@ -51,8 +51,8 @@ def decoder(family="gemma3_text", *given, **changes):
 def test_windows_of_any_size_compute_what_the_runtime_does(window, positions):
     """Below a block and above it, below what is read and above it."""
     made = decoder(positions=positions, sliding_window=window)
-    found = beside_the_runtime(made)
-    for layer in found.windows.values():
+    compared = beside_the_runtime(made)
+    for layer in compared.windows.values():
         assert layer.held == min(window - 1, sum(LENGTHS))
         last = np.arange(sum(LENGTHS) - layer.held, sum(LENGTHS))
         assert (layer.positions(sum(LENGTHS)) == last).all()
@@ -81,12 +81,12 @@ def test_policies_with_a_state_and_evictions_at_once(policy, positions, evict_ev
 def test_where_all_fits_it_is_the_uncapped_model(positions):
     """Logits are those of transformers' own attention over a text longer than the window."""
     made = decoder(positions=positions, budget=64, sliding_window=11)
-    found, seen, ids = Watched(facts_of(made, "fp32"), made), 0, ids_of(47)
+    watched, seen, ids = Watched(facts_of(made, "fp32"), made), 0, ids_of(47)
     plain = tiny_model("gemma3_text", "eager", sliding_window=11)
     with torch.no_grad():
         wanted = plain(ids, use_cache=False).logits[0]
     for block in ids.split([8] * 5 + [1] * 7, 1):
-        logits = found.run(block[0].tolist(), seen, ())
+        logits = watched.run(block[0].tolist(), seen, ())
         seen += block.shape[1]
         torch.testing.assert_close(torch.from_numpy(logits[0]), wanted[seen - 1])
 
@@ -157,8 +157,8 @@ def test_the_node_computes_what_the_module_does(length, before, window, sinks):
         opset_imports=[helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)],
     )
     session = library("onnxruntime").InferenceSession(model.SerializeToString())
-    found = torch.from_numpy(session.run(["out"], given)[0])
-    torch.testing.assert_close(found.unflatten(2, (4, -1)).transpose(1, 2), wanted)
+    output = torch.from_numpy(session.run(["out"], given)[0])
+    torch.testing.assert_close(output.unflatten(2, (4, -1)).transpose(1, 2), wanted)
 
 
 # --- graphs in files
@@ -279,9 +279,11 @@ def test_a_manifest_that_contradicts_itself_is_refused(change, why, shelf, tmp_p
 ])  # fmt: skip
 def test_what_a_graph_does_not_do_is_said_of_the_config(family, policy, kv_dtype, why):
     config = config_of(family)
-    asked = CacheSettings(BUDGET, BLOCK, small_policy(policy, config), "compact", kv_dtype=kv_dtype)
+    settings = CacheSettings(
+        BUDGET, BLOCK, small_policy(policy, config), "compact", kv_dtype=kv_dtype
+    )
     with pytest.raises(NotExportable, match=why):
-        layout_for(config, asked)
+        layout_for(config, settings)
 
 
 REFUSED = """

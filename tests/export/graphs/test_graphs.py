@@ -85,18 +85,18 @@ def said(file: Path) -> dict:
 def altered(file: Path, model: onnx.ModelProto) -> None:
     """Another graph under a manifest that admits to it."""
     file.write_bytes(model.SerializeToString())
-    found = said(file)
-    found["graph"]["sha256"] = sha256(file)
-    file.with_suffix(".json").write_text(json.dumps(found))
+    manifest = said(file)
+    manifest["graph"]["sha256"] = sha256(file)
+    file.with_suffix(".json").write_text(json.dumps(manifest))
 
 
 def matched(file: Path, long: bool = True) -> dict:
     """The manifest of a graph that was found to match eager at every number of slots."""
-    found = said(file)
-    slots = [case["slots"] for case in found["verified"]["cases"]]
+    manifest = said(file)
+    slots = [case["slots"] for case in manifest["verified"]["cases"]]
     assert slots == [1, 2, 40, 50, 50, 50, 50, *[8192] * long]
-    assert found["verified"]["ok"]
-    return found
+    assert manifest["verified"]["ok"]
+    return manifest
 
 
 # --- every policy, stage and type: writing verifies, at 1, 2, N, N + block and 8,192 slots
@@ -107,13 +107,13 @@ def matched(file: Path, long: bool = True) -> dict:
 def test_every_policy_is_exported_and_matches(name, shelf):
     file = shelf(name)
     long = not load_policy(name).policy.compares_pairs  # of 8,192 slots there are 67 million pairs
-    model, found = onnx.load(file), matched(file, long)
-    assert found["formula"]
-    assert found["paper"]
+    model, manifest = onnx.load(file), matched(file, long)
+    assert manifest["formula"]
+    assert manifest["paper"]
     assert file.stat().st_size <= 9216
     read = {x for node in model.graph.node for x in node.input}
-    assert {p["name"] for p in found["inputs"]} == {v.name for v in model.graph.input} <= read
-    for port in (*found["inputs"], *found["outputs"]):
+    assert {p["name"] for p in manifest["inputs"]} == {v.name for v in model.graph.input} <= read
+    for port in (*manifest["inputs"], *manifest["outputs"]):
         assert set(port) == {"name", "dtype", "axes", "unit", "meaning"}
         assert port["meaning"]
 
@@ -148,9 +148,9 @@ def test_scores_have_no_operation_that_other_engines_refuse(name):
     given = inputs(graph, Case("random", 50), torch.float32)
     with torch.inference_mode():
         program = torch.export.export(graph, tuple(given[port.name] for port in graph.inputs))
-    found = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-    assert found
-    assert not {x for x in found if "sort" in x or "cosine_similarity" in x}
+    called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert called
+    assert not {x for x in called if "sort" in x or "cosine_similarity" in x}
 
 
 @pytest.mark.slow(keep=1)
@@ -248,11 +248,11 @@ def steps(shelf, form: str, dtype: torch.dtype, units: bool = False):
         given = {"new_keys": keys, "gone_keys": gone, "anchor": anchor}
         made = {k: torch.from_numpy(v) for k, v in feed(update, given).items()}
         anchor = made.get("next_anchor", anchor)
-        places = torch.arange(step * ODD.block, (step + 1) * ODD.block, dtype=torch.int32)
+        positions = torch.arange(step * ODD.block, (step + 1) * ODD.block, dtype=torch.int32)
         new = {
             "keys": keys,
             "values": keys,
-            "positions": places.expand(*wide, -1),
+            "positions": positions.expand(*wide, -1),
             "inverse_norms": made["new_inverse_norms"],
         }
         held = {name: torch.cat((held[name], new[name]), 2) for name in held}
@@ -339,10 +339,10 @@ def test_graphs_hold_no_paths_and_load_on_older_runtimes(shelf):
 def test_samples_are_what_the_graph_gives(shelf):
     for name, stage in (("keydiff", "score"), ("tova", "evict")):
         file = shelf(name, stage)
-        found = load_file(file.parent / said(file)["samples"]["file"])
-        given = {k[3:]: torch.from_numpy(v) for k, v in found.items() if k.startswith("in.")}
+        samples = load_file(file.parent / said(file)["samples"]["file"])
+        given = {k[3:]: torch.from_numpy(v) for k, v in samples.items() if k.startswith("in.")}
         for key, value in feed(session(file), given).items():
-            np.testing.assert_array_equal(value, found[f"out.{key}"])
+            np.testing.assert_array_equal(value, samples[f"out.{key}"])
 
 
 def test_sizes_of_a_model_are_read_from_its_config(tmp_path):
@@ -397,8 +397,8 @@ def test_ranks_differ_by_near_ties_alone(fault):
         else:
             other = replace(load_policy("lagkv").policy, lag=31)
             scores = other.score(graph.form.observe(feeds))
-        found = compare.compared(graph, feeds, {"scores": scores})
-    assert found.ok == (fault == "a near tie"), found
+        difference = compare.compared(graph, feeds, {"scores": scores})
+    assert difference.ok == (fault == "a near tie"), difference
 
 
 # --- what verification catches
@@ -443,14 +443,14 @@ def test_what_is_not_finite_is_caught(copied):
 
 
 def test_another_shape_is_caught(copied):
-    found = said(copied)
-    found["inputs"][0]["axes"][3]["size"] = 25
-    copied.with_suffix(".json").write_text(json.dumps(found))
+    manifest = said(copied)
+    manifest["inputs"][0]["axes"][3]["size"] = 25
+    copied.with_suffix(".json").write_text(json.dumps(manifest))
     with pytest.raises(ShapeError, match="inputs say"):
         verify(copied)
-    found["inputs"][0]["axes"][3]["size"] = 24
-    found["outputs"].append({**found["outputs"][0], "name": "more"})
-    copied.with_suffix(".json").write_text(json.dumps(found))
+    manifest["inputs"][0]["axes"][3]["size"] = 24
+    manifest["outputs"].append({**manifest["outputs"][0], "name": "more"})
+    copied.with_suffix(".json").write_text(json.dumps(manifest))
     with pytest.raises(ShapeError, match="2 outputs"):
         verify(copied)
 
@@ -509,9 +509,9 @@ def test_no_manifest_is_written_that_could_not_be_read(copied, tmp_path):
 
 
 def test_a_manifest_of_a_policy_unknown_here_is_refused(copied):
-    found = said(copied)
-    found["policy"]["parts"] = "keydif"
-    copied.with_suffix(".json").write_text(json.dumps(found))
+    manifest = said(copied)
+    manifest["policy"]["parts"] = "keydif"
+    copied.with_suffix(".json").write_text(json.dumps(manifest))
     with pytest.raises(ManifestError, match="did you mean 'keydiff'"):
         verify(copied)
 
@@ -519,9 +519,9 @@ def test_a_manifest_of_a_policy_unknown_here_is_refused(copied):
 def test_a_broken_graph_is_refused_by_name(copied):
     for data in (b"", b"no graph", copied.read_bytes()[:200]):
         copied.write_bytes(data)
-        found = said(copied)
-        found["graph"]["sha256"] = sha256(copied)
-        copied.with_suffix(".json").write_text(json.dumps(found))
+        manifest = said(copied)
+        manifest["graph"]["sha256"] = sha256(copied)
+        copied.with_suffix(".json").write_text(json.dumps(manifest))
         with pytest.raises(GraphBroken, match="no graph"):
             verify(copied)
 
@@ -563,8 +563,8 @@ def test_a_graph_of_something_else_is_not_replaced_unasked(tmp_path, capsys):
         assert files() == before
     assert "head_dim 8 instead of 16" in export("--head-dim", "16")[1]
     assert export("--head-dim", "16", "--force")[0] == 0
-    (found,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
-    assert found["shape"]["head_dim"] == 16
+    (manifest,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
+    assert manifest["shape"]["head_dim"] == 16
     next(tmp_path.glob("*.json")).write_text("{")
     assert "no export that can be read" in export("--head-dim", "16")[1]
 
@@ -597,8 +597,8 @@ def test_the_commands(tmp_path, capsys):
         )
         == 0
     )
-    found = json.loads(capsys.readouterr().out)
-    assert said(Path(found["graph"]))["policy"]["parameters"]["window"] == 4
+    printed = json.loads(capsys.readouterr().out)
+    assert said(Path(printed["graph"]))["policy"]["parameters"]["window"] == 4
     assert run(["export", "verify", str(tmp_path), "--quick", "--json"]) == 0
     assert [x["ok"] for x in json.loads(capsys.readouterr().out)] == [True, True]
 
@@ -642,9 +642,9 @@ def test_ort_format_and_the_mobile_report(tmp_path, capsys):
         )
         == 0
     )
-    found = json.loads(capsys.readouterr().out)
-    assert Path(found["ort"]).read_bytes()[4:8] == b"ORTM"
-    assert "CoreML" in found["mobile"]
+    printed = json.loads(capsys.readouterr().out)
+    assert Path(printed["ort"]).read_bytes()[4:8] == b"ORTM"
+    assert "CoreML" in printed["mobile"]
 
 
 def test_a_missing_extra_is_named(monkeypatch, capsys):
@@ -694,6 +694,6 @@ def test_the_page(tmp_path, monkeypatch, capsys):
     for code in re.findall(r"```python\n(.*?)```", page + engines, re.DOTALL):
         exec(code, {})
     assert "scores" in capsys.readouterr().out
-    found = json.loads(next(tmp_path.rglob("*.json")).read_text())
-    for name in (*found, *FORMS, *PORTS):
+    manifest = json.loads(next(tmp_path.rglob("*.json")).read_text())
+    for name in (*manifest, *FORMS, *PORTS):
         assert f"`{name}`" in page, f"docs/export.md does not say what {name} is"

@@ -91,8 +91,8 @@ def test_ranks_and_their_correlation_are_those_of_loops() -> None:
     for rows in (x, y):
         expected = [plain_ranks(row) for row in rows.tolist()]
         assert correlation.ranks(rows).tolist() == expected
-    found = correlation.spearman(x, y)
-    for rho, a, b in zip(found.tolist(), x.tolist(), y.tolist(), strict=True):
+    correlations = correlation.spearman(x, y)
+    for rho, a, b in zip(correlations.tolist(), x.tolist(), y.tolist(), strict=True):
         p, q = (torch.tensor(plain_ranks(row), dtype=torch.float64) for row in (a, b))
         assert rho == pytest.approx(float(torch.corrcoef(torch.stack((p, q)))[0, 1]))
     rising = torch.tensor([[1.0, 10.0, 11.0]])
@@ -108,9 +108,9 @@ def test_no_order_has_no_correlation(row: list[float]) -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_received_is_summed_over_the_queries_asked_for(window: int | None) -> None:
     whole = observed(300, 300)  # several pieces
-    found = correlation.received(whole, window)
+    received = correlation.received(whole, window)
     rows = whole.attention[0, :, :, -(window or 300) :]
-    torch.testing.assert_close(found, rows.sum((1, 2)))
+    torch.testing.assert_close(received, rows.sum((1, 2)))
 
 
 def test_points_along_the_main_axes() -> None:
@@ -184,13 +184,13 @@ def test_shares_of_heads_and_means() -> None:
     options = AnalysisOptions(policies=("a", "b"), budgets=(8,))
     change = torch.tensor([[[[[1.0, 4.0]]], [[[2.0, 1.0]]]], [[[[1.0, 0.0]]], [[[3.0, 1.0]]]]])
     one = {"layers": [0], "size": torch.tensor([[4.0, 4.0]]), "change": change, "growth": change}
-    found = analyze.plain(perturbation.gather([one, one], options))
-    assert found["once"]["ratio_by_head"] == [[[2.0, 0.25]]]
-    assert found["once"]["lower"] == [0.5]
-    assert found["blocks"]["ratio_by_head"] == [[[3.0, None]]]  # one head loses nothing
-    assert found["blocks"]["lower"] == [0.0]
-    assert found["once"]["relative"] == [[0.625], [0.375]]
-    assert found["once"]["relative_by_layer"] == [[[0.625]], [[0.375]]]
+    figures = analyze.plain(perturbation.gather([one, one], options))
+    assert figures["once"]["ratio_by_head"] == [[[2.0, 0.25]]]
+    assert figures["once"]["lower"] == [0.5]
+    assert figures["blocks"]["ratio_by_head"] == [[[3.0, None]]]  # one head loses nothing
+    assert figures["blocks"]["lower"] == [0.0]
+    assert figures["once"]["relative"] == [[0.625], [0.375]]
+    assert figures["once"]["relative_by_layer"] == [[[0.625]], [[0.375]]]
 
 
 # DropKV
@@ -205,12 +205,12 @@ def test_the_bound_of_the_theorem() -> None:
         "evicted": 10,
         "ratio": ratio,
     }
-    found = cone.gather([one], AnalysisOptions(budgets=(1,)))
+    figures = cone.gather([one], AnalysisOptions(budgets=(1,)))
     bounds = [1 / (0.5 * 0.99 * 0.9), 1 / (0.15 * 0.98 * 0.8)]  # of the others none
-    assert found["bound_finite"] == 0.5
-    assert found["bound"]["min"] == pytest.approx(bounds[0], 1e-5)
-    assert found["bound"]["max"] == pytest.approx(bounds[1], 1e-5)
-    assert found["cone_above"] == {
+    assert figures["bound_finite"] == 0.5
+    assert figures["bound"]["min"] == pytest.approx(bounds[0], 1e-5)
+    assert figures["bound"]["max"] == pytest.approx(bounds[1], 1e-5)
+    assert figures["cone_above"] == {
         "0.0": 0.75,
         "0.05": 0.75,
         "0.1": 0.75,
@@ -218,8 +218,8 @@ def test_the_bound_of_the_theorem() -> None:
         "0.3": 0.25,
         "0.5": 0.0,
     }
-    assert found["cone_by_layer"].tolist() == [0.5, 1.0]
-    (row,) = found["ratio"]
+    assert figures["cone_by_layer"].tolist() == [0.5, 1.0]
+    (row,) = figures["ratio"]
     assert row["records"] == 2
     assert row["dropkv"]["max"] == 2
     assert row["attention"]["max"] == 3
@@ -231,8 +231,8 @@ def test_the_bound_of_the_theorem() -> None:
 
 def test_growing_windows_end_with_the_whole_text() -> None:
     whole = observed(150, 150)
-    found = [x.clone() for x in oracle.growing(whole, 149, [1, 8])]
-    for window, scores in zip((1, 8, None), found, strict=True):
+    steps = [x.clone() for x in oracle.growing(whole, 149, [1, 8])]
+    for window, scores in zip((1, 8, None), steps, strict=True):
         expected = torch.stack([*saliency.scores(until(whole, 149, window)).values()])
         torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-6)
 
@@ -251,8 +251,8 @@ def test_reserved_tokens_come_first() -> None:
 
 def test_recomputed_steps_are_those_of_a_loop() -> None:
     unit = torch.nn.functional.normalize(torch.randn(3, 40, 2), dim=-1)
-    found = queries.recompute_share(unit, 0.7)
-    for head, share in zip(unit, found.tolist(), strict=True):
+    shares = queries.recompute_share(unit, 0.7)
+    for head, share in zip(unit, shares.tolist(), strict=True):
         remembered, count = head[0], 0
         for query in head[1:]:
             if float(query @ remembered) < 0.7:
@@ -278,9 +278,9 @@ def test_calibration_by_the_same_query_is_exact(sinks: Tensor | None) -> None:
 
 def test_pieces_put_together_are_the_text(tokenizer: Any) -> None:
     said = "Two  spaces,\n\ta tab, é, 漢字, and 🙂🙃 at the end.\n"
-    found = pieces(tokenizer, said)
-    assert "".join(found) == said
-    assert len(found) == len(tokenizer(said, add_special_tokens=False)["input_ids"])
+    parts = pieces(tokenizer, said)
+    assert "".join(parts) == said
+    assert len(parts) == len(tokenizer(said, add_special_tokens=False)["input_ids"])
 
 
 def test_what_is_kept_is_what_the_policy_says(text: Text) -> None:

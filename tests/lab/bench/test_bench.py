@@ -76,12 +76,12 @@ def test_prefill_memory_is_flat_and_the_peer_grows() -> None:
 def test_scoring_compares_policies_with_keydiff() -> None:
     names = ("snapkv", "full", "headkv", "h2o+criticalkv")  # headkv gets a table of its own
     result = load("scoring")(replace(TOY, policies=names, budgets=(40, 48)))
-    found = {(row["policy"], row["budget"]): row for row in result.rows}
-    assert {name for name, _ in found} == {"keydiff", *names} - {"full"}
-    assert len(found) == 8
-    assert found["keydiff", 48]["ratio"] == 1
-    assert found["keydiff", 48]["extra_bytes"] == 0
-    assert found["h2o+criticalkv", 48]["extra_bytes"] == 2 * (48 + 16) * 2 * 4
+    rows = {(row["policy"], row["budget"]): row for row in result.rows}
+    assert {name for name, _ in rows} == {"keydiff", *names} - {"full"}
+    assert len(rows) == 8
+    assert rows["keydiff", 48]["ratio"] == 1
+    assert rows["keydiff", 48]["extra_bytes"] == 0
+    assert rows["h2o+criticalkv", 48]["extra_bytes"] == 2 * (48 + 16) * 2 * 4
 
 
 @pytest.mark.parametrize("name", benchmarks())

@@ -112,10 +112,10 @@ def test_an_endless_model_is_the_same_without_its_end(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     model = directory("random-tiny", tmp_path)
-    found = endless(model, tmp_path / "endless")
+    copy = endless(model, tmp_path / "endless")
     assert AutoConfig.from_pretrained(model).eos_token_id == 2
-    assert AutoConfig.from_pretrained(found).eos_token_id == []
-    assert Path(found, "model.safetensors").resolve() == Path(model, "model.safetensors").resolve()
+    assert AutoConfig.from_pretrained(copy).eos_token_id == []
+    assert Path(copy, "model.safetensors").resolve() == Path(model, "model.safetensors").resolve()
 
 
 class Stream:

@@ -1,4 +1,4 @@
-"""`kvcap bench cpu`: turns of processes, rows beside peers, and peers that cannot be run."""
+"""`kvcap bench cpu`: rounds of processes, rows beside peers, and peers that cannot be run."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_a_run_in_processes_of_their_own(
     """A row has kvcap and its peer, and says what was run."""
     given = {"lengths": (0,), "depths": (40,), "steps": 3, "repeats": 2, "threads": (1,)}
     sizes = {"budgets": (32,), "block_size": 16, "files": tmp_path, "model": "random-tiny"}
-    asked = {"weights": ("bf16",), "vs": (peer,) if peer else ()}
-    result = cpu.run(options_for("cpu", {**given, **sizes, **asked}))
+    changes = {"weights": ("bf16",), "vs": (peer,) if peer else ()}
+    result = cpu.run(options_for("cpu", {**given, **sizes, **changes}))
     (row,) = json.loads(json.dumps(result.as_dict()))["rows"]
     assert (row["work"], row["peer"]) == ("decode", peer)
     assert (row["backend"], row["weights"]) == ("pytorch", "bf16")
@@ -65,30 +65,30 @@ class Toy:
     def __init__(self, name: str, seconds: list[float], log: list[str]) -> None:
         self.name, self.seconds, self.log = name, seconds, log
 
-    def turn(self, work: str, n: int, tokens: int, seed: int) -> dict[str, Any]:
+    def measure(self, work: str, n: int, tokens: int, seed: int) -> dict[str, Any]:
         self.log.append(self.name)
         took = self.seconds[seed]
         return {"seconds": [took] * max(1, tokens), "peak_bytes": 7, "kv_bytes": 5}
 
 
-def test_turns_change_and_ratios_are_of_the_same_turn() -> None:
+def test_programs_alternate_and_ratios_are_of_the_same_round() -> None:
     log: list[str] = []
     # The machine slows down: by medians of each alone, the ratio would be 4 / 2 = 2 all the same;
-    # of the same turns it is 2, 4 and 1.
+    # of the same rounds it is 2, 4 and 1.
     processes: Any = {
         "kvcap": Toy("kvcap", [1, 2, 16], log),
         "transformers": Toy("transformers", [2, 8, 16], log),
     }
-    turns = cpu._by_turns(processes, "decode", 9, 4, 3)
+    rounds = cpu._alternating(processes, "decode", 9, 4, 3)
     assert log == ["kvcap", "transformers"] * 4  # once to warm up
-    found = cpu._beside(turns, "transformers", "decode", 9)
-    assert (found["ratio"], found["ratio_least"], found["ratio_most"]) == (2, 1, 4)
-    assert found["peer_tok_s"] == 1 / 8
-    assert cpu._figures(turns["kvcap"], "decode", 9)["p90_ms"] == 16000
+    figures = cpu._beside(rounds, "transformers", "decode", 9)
+    assert (figures["ratio"], figures["ratio_least"], figures["ratio_most"]) == (2, 1, 4)
+    assert figures["peer_tok_s"] == 1 / 8
+    assert cpu._figures(rounds["kvcap"], "decode", 9)["p90_ms"] == 16000
     # Prefill counts the tokens that were read.
-    turns = cpu._by_turns(processes, "prefill", 9, 0, 3)
-    assert cpu._figures(turns["kvcap"], "prefill", 9)["tok_s"] == 9 / 2
-    assert set(cpu._beside(turns, None, "prefill", 9)) == set(found)
+    rounds = cpu._alternating(processes, "prefill", 9, 0, 3)
+    assert cpu._figures(rounds["kvcap"], "prefill", 9)["tok_s"] == 9 / 2
+    assert set(cpu._beside(rounds, None, "prefill", 9)) == set(figures)
 
 
 class Counted:
@@ -109,21 +109,21 @@ class Counted:
     def step(self) -> None:
         self.done.append("step")
 
-    def eviction_seconds(self, turn: Any) -> float | None:
+    def eviction_seconds(self, work: Any) -> float | None:
         return None
 
 
-def test_a_turn_does_what_it_is_asked_for() -> None:
+def test_a_measurement_does_what_is_requested() -> None:
     program = Counted()
-    found = serve.turn(program, "prefill", 12, 0, 0)
+    figures = serve.measure(program, "prefill", 12, 0, 0)
     assert program.done == [("prefill", 12)]
-    assert len(found["seconds"]) == 1
-    found = serve.turn(program, "decode", 12, 2, 0)
+    assert len(figures["seconds"]) == 1
+    figures = serve.measure(program, "decode", 12, 2, 0)
     assert program.done[1:] == [("fill", 12), "step", "step", "step"]  # the first is not timed
-    assert len(found["seconds"]) == 2
-    assert found["kv_bytes"] == 3
-    assert found["peak_bytes"] > 0
-    assert serve.turn(program, "decode", 1, 1, 0, evictions=True) == {"share": None}
+    assert len(figures["seconds"]) == 2
+    assert figures["kv_bytes"] == 3
+    assert figures["peak_bytes"] > 0
+    assert serve.measure(program, "decode", 1, 1, 0, evictions=True) == {"share": None}
 
 
 def test_a_missing_library_is_an_error_of_the_benchmark(
@@ -154,7 +154,7 @@ def test_an_error_that_names_no_package_is_said_as_it_is(tmp_path: Path) -> None
 def test_starts_are_of_new_processes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each turn starts every program once; the first of them is not counted."""
+    """Each round starts every program once; the first of them is not counted."""
     log: list[tuple[str, str]] = []
 
     class Loaded:
@@ -177,8 +177,8 @@ def test_starts_are_of_new_processes(
     monkeypatch.setattr(cpu, "Process", Loaded)
     monkeypatch.setattr(cpu, "first_piece", started)
     given = {"starts": (3,), "lengths": (0,), "steps": 0, "repeats": 2, "threads": (1,)}
-    asked = {"model": "pocket", "weights": ("bf16",), "vs": ("llama.cpp",)}
-    (row,) = cpu.run(options_for("cpu", {**given, **asked})).rows
+    changes = {"model": "pocket", "weights": ("bf16",), "vs": ("llama.cpp",)}
+    (row,) = cpu.run(options_for("cpu", {**given, **changes})).rows
     pair = [("kvcap", "the the the"), ("llama.cpp", "the the the")]
     assert log == [("closed", "")] * 2 + pair * 3
     assert (row["work"], row["n"], row["tokens"]) == ("start", 3, None)
@@ -188,7 +188,7 @@ def test_starts_are_of_new_processes(
     assert row["processor_ratio"] == row["processor_ratio_most"] == 1.5
     assert "start 3, bf16, 1 threads" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"starts are timed beside llama\.cpp alone, not kvpress"):
-        cpu.run(options_for("cpu", {**given, **asked, "vs": ("kvpress",)}))
+        cpu.run(options_for("cpu", {**given, **changes, "vs": ("kvpress",)}))
 
 
 @pytest.mark.slow
@@ -204,9 +204,9 @@ def test_a_start_of_the_command_itself() -> None:
         "weights": "float32",
         "packed": None,
     }
-    found = first_piece("kvcap", None, settings)
-    assert 0 < found["seconds"][0] < 600
-    assert found["peak_bytes"] > 50 << 20
+    figures = first_piece("kvcap", None, settings)
+    assert 0 < figures["seconds"][0] < 600
+    assert figures["peak_bytes"] > 50 << 20
     with pytest.raises(PeerFailed, match=r"kvcap, run by .*, ended with code 2: .*nowhere"):
         first_piece("kvcap", None, {**settings, "model": "./nowhere"})
 
@@ -242,10 +242,10 @@ def test_weights_and_models_that_cannot_be_run(tmp_path: Path) -> None:
 def test_the_options_are_those_of_llama_bench(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[BenchmarkOptions] = []
+    given_options: list[BenchmarkOptions] = []
 
     def run(options: BenchmarkOptions) -> Result:
-        asked.append(options)
+        given_options.append(options)
         return Result("cpu", ("work",), [{"work": "decode", "versions": {"a": "1"}}], {})
 
     monkeypatch.setattr(cpu, "run", run)
@@ -278,12 +278,12 @@ def test_the_options_are_those_of_llama_bench(
         else:
             assert said.splitlines()[0] == "| work   |"
             assert len(said.splitlines()) == 3
-    found = asked[0]
-    assert (found.lengths, found.steps, found.depths) == ((8, 16), 4, (32, 64))
-    assert (found.repeats, found.threads, found.model) == (7, (1, 2), "pocket")
-    assert found.starts == (20,)
-    assert (found.vs, found.weights) == (("llama.cpp",), ("int8", "int4"))
-    assert found.peer_pythons == {"llama.cpp": "a=b"}
+    first = given_options[0]
+    assert (first.lengths, first.steps, first.depths) == ((8, 16), 4, (32, 64))
+    assert (first.repeats, first.threads, first.model) == (7, (1, 2), "pocket")
+    assert first.starts == (20,)
+    assert (first.vs, first.weights) == (("llama.cpp",), ("int8", "int4"))
+    assert first.peer_pythons == {"llama.cpp": "a=b"}
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,6 @@ def test_a_shift_drops_half_of_what_follows_the_first_tokens(file: Path) -> None
 def test_what_cannot_be_compared_is_refused(
     given: dict[str, Any], said: str, file: Path, tmp_path: Path
 ) -> None:
-    asked = {**GIVEN, "model": str(file), "files": tmp_path, **given}
+    options = {**GIVEN, "model": str(file), "files": tmp_path, **given}
     with pytest.raises(ValueError, match=said):
-        bench.run(options_for("equal-bytes", asked))
+        bench.run(options_for("equal-bytes", options))

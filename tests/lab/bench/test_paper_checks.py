@@ -68,8 +68,8 @@ def test_what_is_captured_gives_the_models_attention_output(model: Any, ids: Ten
     assert len(obs) == len(outputs) == 2
     for layer, expected in zip(obs, outputs, strict=True):
         for t in (0, 7, LENGTH - 1):
-            found = sum(a @ v @ w for a, v, w in heads(layer, t))
-            torch.testing.assert_close(found, expected[0, t], atol=1e-5, rtol=1e-4)
+            output = sum(a @ v @ w for a, v, w in heads(layer, t))
+            torch.testing.assert_close(output, expected[0, t], atol=1e-5, rtol=1e-4)
 
 
 def test_a_prefix_is_what_a_shorter_text_shows(
@@ -86,30 +86,30 @@ def test_a_prefix_is_what_a_shorter_text_shows(
 
 def test_removal_error_is_that_of_removing_one_token(layers: list[Observation]) -> None:
     obs = until(layers[1], 20, 3)
-    found = removal_error(obs).flatten(1, 2)  # [B, H, w, n]
+    errors = removal_error(obs).flatten(1, 2)  # [B, H, w, n]
     for t in range(3):
         for h, (attention, values, _) in enumerate(heads(obs, t)):
             for j in range(17 + t + 1):
                 expected = without(attention, values, [j]).square().sum()
-                assert float(found[0, h, t, j]) == pytest.approx(float(expected), rel=1e-3)
+                assert float(errors[0, h, t, j]) == pytest.approx(float(expected), rel=1e-3)
 
 
 def test_perturbation_is_the_l1_change_behind_the_projection(layers: list[Observation]) -> None:
     whole, n = layers[0], 24
     kept = torch.rand(1, 2, n, generator=torch.Generator().manual_seed(0)) < 0.5
     after = until(whole, n + 1, 1)
-    found = perturbation.error(after, kept)
-    assert found.shape == (4,)
+    change = perturbation.error(after, kept)
+    assert change.shape == (4,)
     for h, (attention, values, weights) in enumerate(heads(after, 0)):
         gone = [j for j in range(n) if not kept[0, h // 2, j]]
         expected = (without(attention, values, gone) @ weights.double()).abs().sum()
-        assert float(found[h]) == pytest.approx(float(expected), rel=1e-4)
+        assert float(change[h]) == pytest.approx(float(expected), rel=1e-4)
         # Theorem 3.3 of CriticalKV, which bounds it whatever is kept.
         norms = (values @ weights).abs().sum(-1)
         mine = torch.cat((kept[0, h // 2], torch.tensor([True])))
         mass = attention[mine].sum()
         bound = attention @ norms - (2 - 1 / mass) * (attention * norms)[mine].sum()
-        assert found[h] <= bound * (1 + 1e-5)
+        assert change[h] <= bound * (1 + 1e-5)
 
 
 def test_perturbation_measures_policy_criticalkv_size_and_mass(layers: list[Observation]) -> None:
@@ -165,9 +165,9 @@ def test_the_change_of_a_set_is_that_of_attention_renormalised(layers: list[Obse
         residuals = (attention @ values - values).double()[gone]
         p = attention.double()[gone]
         pool = pools.Pools(p[None, None], residuals[None, None], p[None], p[None])
-        found = pools.squared_change(pool, torch.ones(1, 3, dtype=torch.float64))
+        change = pools.squared_change(pool, torch.ones(1, 3, dtype=torch.float64))
         expected = float(without(attention, values, gone).square().sum())
-        assert float(found) == pytest.approx(expected, rel=1e-3)
+        assert float(change) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -189,13 +189,13 @@ def test_no_cone_holds_opposite_residuals() -> None:
 
 def test_the_cone_is_the_best_of_many(drawn: dict[str, pools.Pools]) -> None:
     residuals = drawn["random"].residuals[:, 0]
-    found = pools.cone(residuals)
+    constants = pools.cone(residuals)
     unit = torch.nn.functional.normalize(residuals, dim=-1)
     tried = torch.randn(20_000, 16, generator=torch.Generator().manual_seed(0)).double()
     tried = torch.nn.functional.normalize(tried, dim=-1)
     reached = torch.einsum("rmd,sd->rsm", unit, tried).amin(-1).amax(-1)
-    assert (reached <= found + 1e-9).all()
-    assert (found > 0).all()
+    assert (reached <= constants + 1e-9).all()
+    assert (constants > 0).all()
 
 
 def test_recall_counts_what_both_put_first() -> None:
@@ -206,27 +206,27 @@ def test_recall_counts_what_both_put_first() -> None:
 
 
 def test_the_oracle_removes_each_token_before_the_last(layers: list[Observation]) -> None:
-    found = saliency.oracle(layers[0], 30)  # [B, K, n]
-    assert found.shape == (1, 2, 30)
+    changes = saliency.oracle(layers[0], 30)  # [B, K, n]
+    assert changes.shape == (1, 2, 30)
     rows = heads(until(layers[0], 31, 1), 0)
     for k, j in ((0, 0), (0, 29), (1, 7)):
         group = rows[2 * k : 2 * k + 2]
         expected = sum(float(without(a, v, [j]).square().sum()) for a, v, _ in group)
-        assert float(found[0, k, j]) == pytest.approx(expected, rel=1e-3)
+        assert float(changes[0, k, j]) == pytest.approx(expected, rel=1e-3)
 
 
 def test_scores_are_summed_over_window_and_group(layers: list[Observation]) -> None:
     obs = until(layers[0], 30, 4)
-    found = saliency.scores(obs)
-    assert tuple(found) == saliency.SCORES
+    scores = saliency.scores(obs)
+    assert tuple(scores) == saliency.SCORES
     for k, j in ((0, 3), (1, 29)):
         attended, valued = 0.0, 0.0
         for t in range(4):
             for attention, values, _ in heads(obs, t)[2 * k : 2 * k + 2]:
                 attended += float(attention[j])
                 valued += float(attention[j]) ** 2 * float(values[j].square().sum())
-        assert float(found["attention"][0, k, j]) == pytest.approx(attended, rel=1e-4)
-        assert float(found["value"][0, k, j]) == pytest.approx(valued, rel=1e-4)
+        assert float(scores["attention"][0, k, j]) == pytest.approx(attended, rel=1e-4)
+        assert float(scores["value"][0, k, j]) == pytest.approx(valued, rel=1e-4)
 
 
 def test_texts_of_pocket_have_the_length_asked_for_and_differ() -> None:

@@ -17,10 +17,10 @@ def test_all_ways_attend_alike(length: int) -> None:
     segments = ragged._segments(held, length, DEVICE, torch.float32, 4)
     query, pool = torch.randn(1, ragged.HEADS, length, ragged.SIZE).to(DEVICE), segments[0].pool
     expected = ragged.heads(query, segments)
-    places = ragged.rows_of(segments)
-    assert places.starts[-1] == len(pool.keys)
-    for found in (
-        attend_rows(query, pool.keys, pool.values, places, Logits(ragged.SCALING)),
+    row_table = ragged.rows_of(segments)
+    assert row_table.starts[-1] == len(pool.keys)
+    for output in (
+        attend_rows(query, pool.keys, pool.values, row_table, Logits(ragged.SCALING)),
         ragged.padded(query, segments),
     ):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)

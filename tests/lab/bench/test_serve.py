@@ -32,8 +32,8 @@ def test_nothing_is_lost_under_load_or_by_kills(tmp_path: Path) -> None:
 @pytest.mark.slow(ci=0)  # seven servers, one after the other
 def test_every_kind_of_row() -> None:
     sizes: Any = {"budgets": (64,), "steps": 4, "repeats": 1, "conversations": 6, "kills": 1}
-    found = load("serve")(BenchmarkOptions(**sizes, model="pocket"))
-    overhead, together, shared, loaded, killed = found.rows
+    result = load("serve")(BenchmarkOptions(**sizes, model="pocket"))
+    overhead, together, shared, loaded, killed = result.rows
     assert overhead["loop_us"] > 0
     assert together["requests"] == 8
     assert shared["ratio_low"] <= shared["ratio"] <= shared["ratio_high"]

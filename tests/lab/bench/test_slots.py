@@ -1,4 +1,4 @@
-"""`kvcap bench slots`: rows hold what they say, and ratios are of the same turn."""
+"""`kvcap bench slots`: rows hold what they say, and ratios are of the same round."""
 
 from __future__ import annotations
 
@@ -71,21 +71,21 @@ def test_exports_of_compact_and_true_positions(
     assert capsys.readouterr().err.count("exporting") == 5
 
 
-def test_every_cache_has_a_turn_before_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine slows down: of the same turns, the ratios are 2, 4 and 1."""
+def test_every_cache_is_measured_before_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine slows down: of the same rounds, the ratios are 2, 4 and 1."""
     log: list[str] = []
     cache = SimpleNamespace(nbytes=7)
 
     def toy(name: str, times: list[float]) -> Any:
-        def turn(steps: int) -> dict[str, float]:
+        def measure(steps: int) -> dict[str, float]:
             log.append(name)
             assert steps == 6  # in whole rounds
             took = times[log.count(name) - 1]
             return {"token_ms": took, "prefill_tok_s": 8 / took}
 
-        told = {"kv_dtype": name, "positions": "compact", "equal": "slots", "slots": 3}
+        facts = {"kv_dtype": name, "positions": "compact", "equal": "slots", "slots": 3}
         loop = SimpleNamespace(cache=cache, execution="")
-        return SimpleNamespace(turn=turn, fill=lambda: None, every=3, loop=loop, **told)
+        return SimpleNamespace(measure=measure, fill=lambda: None, every=3, loop=loop, **facts)
 
     both = [toy("floats", [1, 2, 16]), toy("int8", [2, 8, 16])]
     monkeypatch.setattr(slots, "_in_pytorch", lambda options, device: [both])

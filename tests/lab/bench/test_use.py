@@ -17,7 +17,7 @@ from kvcap.runtime.errors import ModelNotFound, PeerFailed
 GIVEN: dict[str, Any] = {
     "lengths": (70,), "budgets": (32,), "block_size": 16, "steps": 5, "model": "random-tiny",
 }  # fmt: skip
-TOLD = {
+FIGURES = {
     "ttft_ms": 1.0,
     "tok_s": 2.0,
     "load_ms": 3.0,
@@ -62,11 +62,13 @@ def test_machines_are_empty_and_turns_are_told_by_their_median(
     later = [10.0, 10.0, 10.0, *[None] * len(use.DECODED)]
     times = iter([x for first in (3.0, 9.0, 4.0) for x in (first, *later)])
 
-    def answers(asked: Any, kernels: str, sessions: int, together: int = 0) -> list[dict[str, Any]]:
+    def answers(
+        settings: Any, kernels: str, sessions: int, together: int = 0
+    ) -> list[dict[str, Any]]:
         assert not list(Path(kernels).iterdir()) or sessions > 1
         Path(kernels, "kernel").touch()
         folders.append(kernels)
-        told = {
+        figures = {
             "tokens": 5,
             "prompt_tokens": 70,
             "execution": "eager",
@@ -75,7 +77,7 @@ def test_machines_are_empty_and_turns_are_told_by_their_median(
             "versions": {},
         }
         count = sessions + (len(use.DECODED) if together else 0)
-        return [{**told, "ttft_ms": next(times), "tok_s": 2.0} for _ in range(count)]
+        return [{**figures, "ttft_ms": next(times), "tok_s": 2.0} for _ in range(count)]
 
     monkeypatch.setattr(use, "_answers", answers)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -89,19 +91,19 @@ def test_machines_are_empty_and_turns_are_told_by_their_median(
 def test_other_policies_share_a_process_and_one_that_fails_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(use, "_machine", lambda asked: iter([("first", TOLD)]))
+    monkeypatch.setattr(use, "_machine", lambda requests: iter([("first", FIGURES)]))
     given = {**GIVEN, "policies": ("keydiff", "headkv", "cake", "snapkv"), "files": tmp_path}
-    answers, asked = use._answers, []
+    answers, requests = use._answers, []
 
     def noted(*args: Any, **more: Any) -> Iterator[dict[str, Any]]:
-        asked.append(more["others"])
-        found = list(answers(*args, **more))
-        found[3] |= {"failed": "no cake"}  # as where it raises an error
-        return iter(found)
+        requests.append(more["others"])
+        answered = list(answers(*args, **more))
+        answered[3] |= {"failed": "no cake"}  # as where it raises an error
+        return iter(answered)
 
     monkeypatch.setattr(use, "_answers", noted)
     rows = use.run(options_for("use", given)).rows
-    assert asked == [["headkv", "cake", "snapkv"]]
+    assert requests == [["headkv", "cake", "snapkv"]]
     assert [(row["policy"], row["run"]) for row in rows[2::2]] == [
         (policy, run) for policy in ("headkv", "snapkv") for run in ("session", "again")
     ]
@@ -112,8 +114,8 @@ def test_an_interrupt_ends_with_the_rows_that_are_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    def machine(asked: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-        yield "first", TOLD
+    def machine(settings: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield "first", FIGURES
         raise KeyboardInterrupt
 
     monkeypatch.setattr(use, "_machine", machine)
@@ -127,9 +129,16 @@ def test_an_interrupt_ends_with_the_rows_that_are_there(
 
 def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
     model = directory("random-tiny", tmp_path)
-    asked = {"model": model, "policy": "nobody", "budget": 32, "block_size": 16, "n": 5, "steps": 1}
+    settings = {
+        "model": model,
+        "policy": "nobody",
+        "budget": 32,
+        "block_size": 16,
+        "n": 5,
+        "steps": 1,
+    }
     with pytest.raises(PeerFailed, match="no policy is called 'nobody'"):
-        list(use._answers(asked, str(tmp_path), 1))
+        list(use._answers(settings, str(tmp_path), 1))
     with pytest.raises(PeerFailed, match="ended with code 3: it said nothing"):
         list(use._process("sys.exit(3)", [], str(tmp_path)))
     assert list(use._process("print(sys.argv[1:])", ["a"], str(tmp_path))) == ["['a']\n"]

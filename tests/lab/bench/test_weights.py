@@ -27,14 +27,14 @@ def exports_here(monkeypatch):
         return SimpleNamespace(returncode=run(command[command.index("kvcap") + 1 :]))
 
     def once(trace):
-        found = {}
+        by_request = {}
 
         def copied(what):
             inputs = len(what.inputs)
-            if inputs not in found:
+            if inputs not in by_request:
                 graph = trace(what)
-                found[inputs] = type(graph), graph.SerializeToString()
-            kind, data = found[inputs]
+                by_request[inputs] = type(graph), graph.SerializeToString()
+            kind, data = by_request[inputs]
             return kind.FromString(data)
 
         return copied

@@ -56,10 +56,10 @@ def sweep(folder: Path) -> Sweep:
     )
 
 
-def only(found: Any, policy: str, positions: str = "true") -> SettingAgreement:
+def only(report: Any, policy: str, positions: str = "true") -> SettingAgreement:
     (row,) = (
         row
-        for row in found.rows
+        for row in report.rows
         if (row.setting.policy, row.setting.positions) == (policy, positions)
     )
     return row
@@ -117,11 +117,11 @@ def test_uncapped_agrees_exactly_and_what_drops_everything_does_not() -> None:
         block_size=64,
         device="cpu",
     )
-    found = measure(sweep, TEXT)
-    full = only(found, "full")
+    report = measure(sweep, TEXT)
+    full = only(report, "full")
     assert full.evicted.tokens == 0
-    assert (full.fits.same, full.fits.kl, full.fits.tokens) == (1, 0, found.tokens)
-    by = {(row.setting.policy, row.setting.budget): row for row in found.rows}
+    assert (full.fits.same, full.fits.kl, full.fits.tokens) == (1, 0, report.tokens)
+    by = {(row.setting.policy, row.setting.budget): row for row in report.rows}
     dropped, kept = by["random", 4], by["keydiff", 192]
     for row in (dropped, kept):
         assert row.fits.same == 1
@@ -165,17 +165,17 @@ def test_intervals_weigh_blocks_by_their_tokens() -> None:
 
 
 def test_passages_keep_to_the_trained_length(sweep: Sweep) -> None:
-    found = measure(replace(sweep, lengths=(4096,), samples=50, policies=("keydiff",)), TEXT)
-    assert found.length == 512
-    assert found.passages == -(-found.tokens // 512) > 1
-    assert "passages of up to 512" in table(found)
+    report = measure(replace(sweep, lengths=(4096,), samples=50, policies=("keydiff",)), TEXT)
+    assert report.length == 512
+    assert report.passages == -(-report.tokens // 512) > 1
+    assert "passages of up to 512" in table(report)
 
 
 def test_the_command(sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
     out = tmp_path / "out"
-    asked = [
+    command = [
         "eval",
         sweep.model,
         "--agreement",
@@ -202,12 +202,12 @@ def test_the_command(sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture
         "--out",
         str(out),
     ]
-    assert cli.run(asked) == 0
+    assert cli.run(command) == 0
     said = capsys.readouterr().out
     assert said == (out / "agreement.md").read_text() + "\n"
     assert "200 tokens in 2 passages of up to 100, blocks of 16, float32" in said
     assert said.count("| snapkv, window=4, int8 slots | compact   | 40 ") == 2
-    assert cli.run([*asked, "--json"]) == 0
+    assert cli.run([*command, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document == json.loads((out / "agreement.json").read_text())
     assert [(row["policy"], row["budget"]) for row in document["rows"]] == [

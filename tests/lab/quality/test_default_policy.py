@@ -39,8 +39,8 @@ def losses(
         other = cells.get(replace(setting, policy=baseline))
         if other is None or cell.scores is None or other.scores is None:
             continue
-        found = compare(cell.scores, other.scores, cell.of)
-        if found.ci_low > 1 if cell.unit == "perplexity" else found.ci_high < 0:
+        comparison = compare(cell.scores, other.scores, cell.of)
+        if comparison.ci_low > 1 if cell.unit == "perplexity" else comparison.ci_high < 0:
             yield setting
 
 
@@ -74,5 +74,5 @@ def test_the_default_policy_was_measured_on_every_model(cells, model, measured):
 
 
 def test_the_comparison_finds_a_policy_that_is_worse_than_random_slots(cells):
-    found = [*losses(cells, "keydiff", "random")]
-    assert {s.model for s in found} >= {"gemma-3-270m", "pocket-text"}
+    worse = [*losses(cells, "keydiff", "random")]
+    assert {s.model for s in worse} >= {"gemma-3-270m", "pocket-text"}

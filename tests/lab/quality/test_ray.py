@@ -33,9 +33,9 @@ def test_workers_killed_on_a_cluster_lose_nothing(cluster: Any, tmp_path: Path) 
     for plant in ("die-at-b", "always-at-d"):
         (tmp_path / plant).touch()
     chores = Chores(tmp_path)
-    found, notes = done(chores, cluster.address)
-    assert isinstance(found.pop("d").error, WorkersLost)
-    assert found == {word: word.upper() for word in WORDS if word != "d"}
+    results, notes = done(chores, cluster.address)
+    assert isinstance(results.pop("d").error, WorkersLost)
+    assert results == {word: word.upper() for word in WORDS if word != "d"}
     assert sorted(chores.begun()) == sorted([*WORDS, "b", "d"])
     assert sorted(note.split(" at ")[1] for note in notes) == [
         "b, which is given to another",
@@ -50,14 +50,14 @@ def test_a_node_killed_in_a_sweep_loses_nothing(cluster: Any, tmp_path: Path) ->
     chores, notes = Chores(tmp_path), list[str]()
     engine = RayCluster(chores, address=cluster.address)
     assert engine.workers == 3
-    found: dict[str, Any] = {}
+    cells: dict[str, Any] = {}
     results = spread(engine, [*WORDS, *(f"{word}2" for word in WORDS)], str, notes.append)
     for word, result in results:
-        found[word] = result
-        if len(found) == 2:
+        cells[word] = result
+        if len(cells) == 2:
             cluster.remove_node(node, allow_graceful=False)
-    assert found == {word: word.upper() for word in found}
-    assert len(found) == 12
+    assert cells == {word: word.upper() for word in cells}
+    assert len(cells) == 12
 
 
 def test_the_command_spreads_cells_over_a_cluster(

@@ -87,9 +87,9 @@ def test_a_sweep_has_cells_with_and_without_recall():
         positions=["true"],
         recalls=["off", "auto", "96"],
     )
-    found = [(s.task, s.policy, s.budget, s.recall) for s in sweep.settings("float32")]
-    asked = [row[1:] for row in found if row[0] == "niah_single"]
-    assert asked == [
+    rows = [(s.task, s.policy, s.budget, s.recall) for s in sweep.settings("float32")]
+    needles = [row[1:] for row in rows if row[0] == "niah_single"]
+    assert needles == [
         ("keydiff", 128, 0),
         ("keydiff", 128, 64),
         ("keydiff", 128, 96),
@@ -98,7 +98,7 @@ def test_a_sweep_has_cells_with_and_without_recall():
         ("keydiff", 512, 96),
         ("full", None, 0),
     ]
-    assert {row[3] for row in found if row[0] == "perplexity"} == {0}  # nothing is asked
+    assert {row[3] for row in rows if row[0] == "perplexity"} == {0}  # nothing is asked
     one = sweep.settings("float32")[1]
     assert label(one) == "keydiff, recall 64"
     assert "keydiff recall 64" in describe(one)

@@ -254,9 +254,9 @@ def test_a_longbench_prompt_is_cut_in_its_middle(
     around = len(prompt_ids(tokenizer, sample)) - len(tokenizer(shown)["input_ids"])
     assert around == 0 or SETS[name].chat
     assert shown in {official_cut(tokenizer, whole, length - around - less) for less in range(4)}
-    read, asked = prompt_parts(tokenizer, sample, "after")
-    assert read + asked == ids
-    assert tokenizer.decode(asked).startswith(sample.question[:20])
+    read, question = prompt_parts(tokenizer, sample, "after")
+    assert read + question == ids
+    assert tokenizer.decode(question).startswith(sample.question[:20])
 
 
 def test_a_length_that_cuts_the_question_is_refused(tmp_path: Path, tokenizer: Any) -> None:
@@ -276,11 +276,11 @@ def test_longbench_is_found_in_folders_archives_and_on_the_hub(
     with zipfile.ZipFile(tmp_path / "a" / "data.zip", "w") as archive:
         archive.writestr("data/hotpotqa_e.jsonl", rows)
     write(tmp_path / "b" / "data" / "hotpotqa_e.jsonl", longbench())
-    found = [
+    samples = [
         load_task(f"longbench/hotpotqa_e:{tmp_path}/{where}")
         for where in ("a", "a/data.zip", "b", "b/data/hotpotqa_e.jsonl")
     ]
-    assert len({task.digest for task in found}) == 1  # type: ignore[attr-defined]
+    assert len({task.digest for task in samples}) == 1  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"data.zip has no data/musique.jsonl"):
         load_task(f"longbench/musique:{tmp_path}/a")
     with pytest.raises(ValueError, match=r"has none of musique.jsonl, data/musique.jsonl"):
@@ -298,7 +298,7 @@ def test_longbench_is_found_in_folders_archives_and_on_the_hub(
     (repository / "refs" / "main").write_text(commit)
     (repository / "snapshots" / commit).mkdir(parents=True)
     (tmp_path / "a" / "data.zip").rename(repository / "snapshots" / commit / "data.zip")
-    assert load_task("longbench/hotpotqa_e").digest == found[0].digest  # type: ignore[attr-defined]
+    assert load_task("longbench/hotpotqa_e").digest == samples[0].digest  # type: ignore[attr-defined]
 
 
 def test_a_broken_archive_is_named(tmp_path: Path) -> None:

@@ -110,9 +110,9 @@ def test_fit_is_exact_at_every_length(length: int) -> None:
 
 
 def test_facts_have_distinct_keys_and_numbers() -> None:
-    found = number_facts(Random(0), 200)
-    assert len({fact.key.lower() for fact in found}) == len({fact.value for fact in found}) == 200
-    assert all(fact.value.isdigit() for fact in found)
+    facts = number_facts(Random(0), 200)
+    assert len({fact.key.lower() for fact in facts}) == len({fact.value for fact in facts}) == 200
+    assert all(fact.value.isdigit() for fact in facts)
 
 
 @pytest.mark.parametrize(
@@ -265,15 +265,15 @@ def test_the_loss_of_a_text_is_that_of_its_tokens(policy: str, block: int) -> No
     model = tiny_model("llama")
     ids = torch.stack([torch.arange(3, 60), torch.arange(60, 3, -1)])
     size = 64 if policy == "full" else 24
-    found = losses(model, BudgetCache(model.config, size, block, policy), ids)
-    assert found.shape == (2, 56)
+    by_cache = losses(model, BudgetCache(model.config, size, block, policy), ids)
+    assert by_cache.shape == (2, 56)
     if policy == "full":
         stock = tiny_model("llama", "eager")
         logits = stock(ids).logits[:, :-1]
     else:
         logits = read_singly(model, policy, size, block, ids)
     expected = -logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-    assert torch.allclose(found, expected, atol=1e-4)
+    assert torch.allclose(by_cache, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("length", [37, 48])
@@ -446,18 +446,18 @@ def test_cell_bytes_are_those_of_an_allocated_cache(sweep: Sweep, tmp_path: Path
 def test_a_cell_says_what_eviction_costs(sweep: Sweep, tmp_path: Path) -> None:
     policies = ("keydiff", "h2o", "snapkv", "full")
     changes = {"policies": policies, "budgets": (40,), "positions": ("true",), "samples": 1}
-    found = {cell.setting.policy: cell for cell in run(replace(sweep, **changes), tmp_path)}
+    cells = {cell.setting.policy: cell for cell in run(replace(sweep, **changes), tmp_path)}
     for name in policies[:-1]:
-        took = found[name].scoring_ms
+        took = cells[name].scoring_ms
         assert took is not None
         assert 0 < took["p20"] <= took["p50"] <= took["p80"]
-        assert found[name].extra_bytes == found[name].kv_bytes - found["keydiff"].kv_bytes
-    assert found["full"].scoring_ms is None
-    extra = {name: found[name].extra_bytes for name in policies}
+        assert cells[name].extra_bytes == cells[name].kv_bytes - cells["keydiff"].kv_bytes
+    assert cells["full"].scoring_ms is None
+    extra = {name: cells[name].extra_bytes for name in policies}
     assert extra["keydiff"] == extra["full"] == 0
     assert extra["h2o"] == 2 * 2 * (40 + 16) * 4  # layers, KV heads, slots, a float32 each
     assert (extra["snapkv"] or 0) >= 2 * 4 * 32 * 16 * 4  # layers, heads, queries, size, float32
-    assert f"| {extra['h2o']} B " in results(found.values())
+    assert f"| {extra['h2o']} B " in results(cells.values())
 
 
 def test_eviction_is_timed_where_nobody_else_computes_on_the_gpu(
@@ -515,9 +515,9 @@ def test_positions_are_those_of_a_chat_unless_others_are_asked_for(
         warnings.simplefilter("ignore")  # that answers will suffer at true positions
         chat = MemoryPlan.of(config, budget_tokens=24, block_size=16).positions
         unsaid = replace(sweep, positions=())
-        found = unsaid.settings("float32", runner.usual_positions(unsaid, config))
+        settings = unsaid.settings("float32", runner.usual_positions(unsaid, config))
     assert chat == expected
-    assert {s.positions for s in found if s.policy == "keydiff"} == {chat}
+    assert {s.positions for s in settings if s.policy == "keydiff"} == {chat}
 
 
 def test_sinks_are_pinned_in_every_task(sweep: Sweep) -> None:

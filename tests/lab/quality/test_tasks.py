@@ -86,14 +86,14 @@ def test_samples_are_exact_and_repeat(
     assert len(ids) == length
     context, question = prompt_parts(tokenizer, sample, "after")
     assert [*context, *question] == ids
-    asked = tokenizer.decode(question)
-    assert asked.rstrip().endswith(sample.opening)
-    told = sample.context or " ".join(text for _, text in sample.before)
+    question_text = tokenizer.decode(question)
+    assert question_text.rstrip().endswith(sample.opening)
+    read_before = sample.context or " ".join(text for _, text in sample.before)
     for answer in sample.answers:
-        assert told.count(answer) == TIMES.get(name, once)(sample, answer)
-        assert answer not in asked
+        assert read_before.count(answer) == TIMES.get(name, once)(sample, answer)
+        assert answer not in question_text
     if is_placed(task):
-        at = told.index(sample.answers[0]) / len(told)
+        at = read_before.index(sample.answers[0]) / len(read_before)
         assert abs(at - depth) < NEAR.get(name, 0.15)
     assert task.score(sample, f"They are {', '.join(sample.answers)}.") == 1
     assert task.score(sample, "I do not know.") == 0
@@ -110,11 +110,11 @@ def test_base_models_go_on_from_plain_text(name: str, kind: str) -> None:
     sample = task.make(Random(3), tokenizer, 1000, 0.5)
     ids, begun = prompt_ids(tokenizer, sample), sample.opening or "Answer:"
     assert len(ids) == 1000
-    asked = f"{sample.context}{sample.joint}{sample.question} {begun}"
+    prompt = f"{sample.context}{sample.joint}{sample.question} {begun}"
     if sample.before:
         assert sample.plain.startswith(f"User: {sample.before[0][1]}\nAssistant: ")
-        asked = sample.plain
-    assert ids == tokenizer(asked)["input_ids"]  # with the tokenizer's own opening token
+        prompt = sample.plain
+    assert ids == tokenizer(prompt)["input_ids"]  # with the tokenizer's own opening token
     context, question = prompt_parts(tokenizer, sample, "after")
     assert [*context, *question] == ids
     assert sample.question in tokenizer.decode(question)
@@ -133,20 +133,20 @@ def links(sample: Sample, answer: str) -> int:
 def of_list(sample: Sample, answer: str) -> int:
     """The common words of a list of this length; every other word of it occurs once."""
     before, _, entries = sample.context.rpartition("\n")
-    found = Counter(entries.split(" ")[1::2])
-    assert set(found.values()) == {1, 10}
-    assert {word for word, times in found.items() if times == 10} == set(sample.answers)
+    counts = Counter(entries.split(" ")[1::2])
+    assert set(counts.values()) == {1, 10}
+    assert {word for word, times in counts.items() if times == 10} == set(sample.answers)
     return 10 + before.count(answer)
 
 
 def by_rank(sample: Sample, answer: str) -> int:
     """Of coded words: the answers are the three most frequent, and no fourth is as frequent."""
     text = sample.context.partition("coded words. ")[2].split(" ")
-    found = Counter(word for word in text if word.isalpha() and len(word) == 6)
-    first, second, third, fourth = found.most_common(4)
+    counts = Counter(word for word in text if word.isalpha() and len(word) == 6)
+    first, second, third, fourth = counts.most_common(4)
     assert (first[0], second[0], third[0]) == sample.answers
     assert first[1] > second[1] > third[1] > fourth[1]
-    return found[answer]
+    return counts[answer]
 
 
 TIMES: dict[str, Callable[[Sample, str], int]] = {
@@ -190,8 +190,8 @@ def test_haystacks_hold_what_their_family_says(
     name: str, needles: int, asked: int, prose: bool
 ) -> None:
     (sample,) = make_samples(name, tokenizer_of("bytes"), 1200, 1, seed=1)
-    found = sample.context.count("One of the special magic ")
-    assert found == needles if needles else found > 5
+    count = sample.context.count("One of the special magic ")
+    assert count == needles if needles else count > 5
     assert sample.question.count("-") == (4 if name == "niah_multikey_3" else asked)
     assert (NOISE[0] in sample.context) is (name == "niah_single_1")
     assert ("\n" not in sample.context.partition("afterwards.\n")[2]) is prose
@@ -199,8 +199,8 @@ def test_haystacks_hold_what_their_family_says(
 
 def test_several_answers_are_spread_over_the_text() -> None:
     (sample,) = make_samples("niah_multivalue", tokenizer_of("bytes"), 2000, 1, seed=0)
-    places = sorted(sample.context.index(x) / len(sample.context) for x in sample.answers)
-    assert all(0.15 < b - a < 0.35 for a, b in pairwise(places))
+    depths = sorted(sample.context.index(x) / len(sample.context) for x in sample.answers)
+    assert all(0.15 < b - a < 0.35 for a, b in pairwise(depths))
 
 
 @pytest.mark.parametrize("name", tasks())
@@ -211,8 +211,8 @@ def test_a_length_that_is_too_short_is_refused(name: str) -> None:
 
 def test_all_samples_stand_at_a_depth_that_is_given() -> None:
     samples = make_samples("phone_book", tokenizer_of("bytes"), 700, 3, 0, depth=0.5)
-    places = [s.context.index(s.answers[0]) / len(s.context) for s in samples]
-    assert all(abs(place - 0.5) < 0.1 for place in places)
+    depths = [s.context.index(s.answers[0]) / len(s.context) for s in samples]
+    assert all(abs(depth - 0.5) < 0.1 for depth in depths)
     assert len({s.answers for s in samples}) == 3
 
 

@@ -53,10 +53,10 @@ def is_gone(pid: int) -> bool:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_item_is_done_once_and_errors_are_results(chores: Chores, workers: int) -> None:
     engine = Processes(chores, workers) if workers else Here(chores)
-    found, notes = done(engine, ["bad", *WORDS, "odd"])
-    assert {word: found[word] for word in WORDS} == {word: word.upper() for word in WORDS}
-    assert isinstance(found["bad"].error, FileNotFoundError)
-    assert str(found["odd"].error) == "Odd: of a class that nobody else knows"
+    results, notes = done(engine, ["bad", *WORDS, "odd"])
+    assert {word: results[word] for word in WORDS} == {word: word.upper() for word in WORDS}
+    assert isinstance(results["bad"].error, FileNotFoundError)
+    assert str(results["odd"].error) == "Odd: of a class that nobody else knows"
     assert sorted(chores.begun()) == sorted(["bad", *WORDS, "odd"])
     assert not notes
     assert 1 <= len(chores.processes()) <= max(1, workers)
@@ -66,8 +66,8 @@ def test_every_item_is_done_once_and_errors_are_results(chores: Chores, workers:
 
 def test_a_worker_that_dies_has_its_item_done_by_another(chores: Chores, tmp_path: Path) -> None:
     (tmp_path / "die-at-b").touch()
-    found, notes = done(Processes(chores, 2), WORDS)
-    assert found == {word: word.upper() for word in WORDS}
+    results, notes = done(Processes(chores, 2), WORDS)
+    assert results == {word: word.upper() for word in WORDS}
     assert sorted(chores.begun()) == sorted([*WORDS, "b"])
     assert len(notes) == 1
     assert "ended at b, which is given to another" in notes[0]
@@ -77,16 +77,16 @@ def test_an_item_that_kills_two_workers_fails_and_the_others_go_on(
     chores: Chores, tmp_path: Path
 ) -> None:
     (tmp_path / "always-at-c").touch()
-    found, _ = done(Processes(chores, 1), WORDS)
-    assert isinstance(found.pop("c").error, WorkersLost)
-    assert found == {word: word.upper() for word in WORDS if word != "c"}
+    results, _ = done(Processes(chores, 1), WORDS)
+    assert isinstance(results.pop("c").error, WorkersLost)
+    assert results == {word: word.upper() for word in WORDS if word != "c"}
     assert chores.begun() == ["a", "b", "c", "c", "d", "e"]
 
 
 def test_a_worker_that_dies_while_it_loads_is_replaced(chores: Chores, tmp_path: Path) -> None:
     (tmp_path / "die-at-load-0").touch()
-    found, notes = done(Processes(chores, 1), ["a"])
-    assert (found, notes) == ({"a": "A"}, ["worker 0 ended before it was ready"])
+    results, notes = done(Processes(chores, 1), ["a"])
+    assert (results, notes) == ({"a": "A"}, ["worker 0 ended before it was ready"])
 
 
 def test_workers_that_all_die_while_they_load_end_the_work(

@@ -200,7 +200,7 @@ def test_lines_that_every_reader_asks_for_are_drawn_beside_the_best() -> None:
 
 def settings_of(lines: list[str]) -> set[Setting]:
     """What the printed commands measure."""
-    found = set[Setting]()
+    settings = set[Setting]()
     for line in "\n".join(lines).replace("\\\n", "").splitlines():
         _, _, model, *words = shlex.split(line)
         given: dict[str, list[str]] = {}
@@ -208,7 +208,7 @@ def settings_of(lines: list[str]) -> set[Setting]:
             given.setdefault(name, []).append(value)
         one = {name.removeprefix("--"): values[0] for name, values in given.items()}
         many = {name: value.split(",") for name, value in one.items()}
-        asked: Any = {
+        request: Any = {
             "policies": many["policies"],
             "budgets": [int(budget) for budget in many.get("budgets", ["1"])],
             "tasks": many["tasks"],
@@ -222,8 +222,8 @@ def settings_of(lines: list[str]) -> set[Setting]:
             "seed": int(one["seed"]),
             "block_size": int(one["block-size"]),
         }
-        found |= set(Sweep(model=model, **asked).settings(one["dtype"]))
-    return found
+        settings |= set(Sweep(model=model, **request).settings(one["dtype"]))
+    return settings
 
 
 def test_the_commands_of_a_page_measure_its_cells_and_no_others() -> None:
@@ -278,8 +278,8 @@ def test_two_policies_are_compared_in_text_and_json(
     assert first["p_value"] == 2 / 2**8
     assert (first["samples"], first["first_higher"], first["second_higher"]) == (10, 8, 0)
     assert cli.run([*words[:-1], "full,keydiff", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [row["budget"] for row in found] == [8, 16, 8, 16]  # full suits all
+    printed = json.loads(capsys.readouterr().out)
+    assert [row["budget"] for row in printed] == [8, 16, 8, 16]  # full suits all
 
 
 # What is refused

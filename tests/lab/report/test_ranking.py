@@ -109,17 +109,17 @@ def test_tables_have_budgets_across_and_an_overview_of_their_means() -> None:
         for mode in ("true", "compact")
     ]
     cells += [cell("full", None, RIGHT, length=n) for n in (64, 128)]
-    found = tables(cells[1:])  # a lacks 8 slots at 64 tokens and true positions
-    assert [(t.length, t.positions) for t in found] == [
+    ranked = tables(cells[1:])  # a lacks 8 slots at 64 tokens and true positions
+    assert [(t.length, t.positions) for t in ranked] == [
         (64, "compact"),
         (64, "true"),
         (128, "compact"),
         (128, "true"),
     ]
-    assert {t.budgets for t in found} == {(8, 16)}
-    assert [name for name, _ in found[0].uncapped] == ["full"]
-    assert [row.name for row in found[0].rows] == ["b", "a"]
-    b, a = overview(found)
+    assert {t.budgets for t in ranked} == {(8, 16)}
+    assert [name for name, _ in ranked[0].uncapped] == ["full"]
+    assert [row.name for row in ranked[0].rows] == ["b", "a"]
+    b, a = overview(ranked)
     assert (b.name, b.whole) == ("b", True)
     assert (a.name, a.whole) == ("a", False)
     assert [cell is None for cell in a.cells] == [False, True, False, False]

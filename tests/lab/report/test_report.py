@@ -110,8 +110,8 @@ def test_the_policy_of_the_page_names_its_own_style_and_script_alone(folder: Pat
 
 
 def test_the_table_of_a_strip_is_counted_by_hand() -> None:
-    found = regions(strip()["figures"], recent=2)
-    first, _, last = found
+    rows = regions(strip()["figures"], recent=2)
+    first, _, last = rows
     assert (first["policy"], first["budget"]) == ("keydiff", 4)
     assert first["first"] == (4 + 1 + 0 + 0) / 4 / 4
     assert first["between"] == (4 + 2 + 1) / 3 / 4
@@ -189,8 +189,8 @@ def opened(chromium: Any, folder: Path) -> Iterator[Any]:
     context = chromium.new_context(viewport={"width": 360, "height": 740})
     page = context.new_page()
     page.set_default_timeout(SOON)
-    page.asked, page.complaints = [], []
-    page.on("request", lambda request: page.asked.append(request.url))
+    page.requested, page.complaints = [], []
+    page.on("request", lambda request: page.requested.append(request.url))
     page.on("console", lambda message: page.complaints.append(message.text))
     page.on("pageerror", lambda error: page.complaints.append(str(error)))
     page.on("dialog", lambda dialog: page.complaints.append(dialog.message))
@@ -201,8 +201,8 @@ def opened(chromium: Any, folder: Path) -> Iterator[Any]:
 
 
 def test_the_page_asks_for_nothing_and_fits_a_phone(opened: Any) -> None:
-    asked = [url for url in opened.asked if not url.startswith("data:")]
-    assert asked == [opened.url]
+    urls = [url for url in opened.requested if not url.startswith("data:")]
+    assert urls == [opened.url]
     assert opened.complaints == []
     assert opened.evaluate("document.documentElement.scrollWidth") <= 360
     assert opened.locator("img").evaluate_all("all => all.every(x => x.naturalWidth > 0)")
@@ -210,10 +210,10 @@ def test_the_page_asks_for_nothing_and_fits_a_phone(opened: Any) -> None:
 
 def shares(page: Any) -> list[int]:
     """The step of colour of every token, 0 (held by none) to 5 (by all)."""
-    found: list[str] = page.locator("#strip > span").evaluate_all(
+    texts: list[str] = page.locator("#strip > span").evaluate_all(
         "all => all.map(x => x.className)"
     )
-    return [int(re.findall(r"\bs(\d)\b", name)[0]) for name in found]
+    return [int(re.findall(r"\bs(\d)\b", name)[0]) for name in texts]
 
 
 def test_tokens_are_coloured_by_who_holds_them(opened: Any) -> None:

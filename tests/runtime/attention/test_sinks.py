@@ -238,13 +238,13 @@ def save_mxfp4(folder: Path) -> Any:
     """As gpt-oss is published: experts in blocks of 32 numbers of 4 bits, with a scale each."""
     model = tiny_model("gpt_oss", "eager", torch.bfloat16)
     model.save_pretrained(folder)
-    found = load_file(folder / "model.safetensors")
-    for name in [name for name in found if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inside, outside = found.pop(name).shape
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inside, outside = tensors.pop(name).shape
         blocks = (experts, outside, inside // 32)
-        found[f"{name}_blocks"] = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8)
-        found[f"{name}_scales"] = torch.randint(122, 126, blocks, dtype=torch.uint8)
-    save_file(found, folder / "model.safetensors", {"format": "pt"})
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(122, 126, blocks, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     path = folder / "config.json"
     method = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": method}))

@@ -50,24 +50,24 @@ def steady(monkeypatch):
 @pytest.mark.parametrize("policy", ["keydiff", "snapkv", "pyramidkv", "calidrop"])
 def test_the_plan_takes_the_largest_budget_that_fits(policy, steady):
     cap = HELD + LOADING + 40 * MIB
-    found = plan(policy=policy, memory_cap=cap)
-    assert found.rehearsed
-    assert cap * 0.99 < found.total_bytes <= cap
-    assert found.baseline >= LOADING
-    assert found.block_size == 128
+    planned = plan(policy=policy, memory_cap=cap)
+    assert planned.rehearsed
+    assert cap * 0.99 < planned.total_bytes <= cap
+    assert planned.baseline >= LOADING
+    assert planned.block_size == 128
 
 
 def test_a_small_cap_takes_a_small_block(steady):
     least = plan(budget_tokens=8, block_size=4, memory_cap=1 << 40)
-    found = plan(memory_cap=least.total_bytes + MIB // 4)
-    assert found.block_size < 128
-    assert found.budget_tokens >= 2 * found.block_size
+    planned = plan(memory_cap=least.total_bytes + MIB // 4)
+    assert planned.block_size < 128
+    assert planned.budget_tokens >= 2 * planned.block_size
 
 
 def test_compact_positions_stay_in_the_trained_window():
     config = tiny_config("llama", max_position_embeddings=512)
-    found = MemoryPlan.of(config, dtype=torch.float32, memory_cap=1 << 40)
-    assert found.budget_tokens + found.block_size <= 512
+    planned = MemoryPlan.of(config, dtype=torch.float32, memory_cap=1 << 40)
+    assert planned.budget_tokens + planned.block_size <= 512
 
 
 def test_what_does_not_fit_is_refused_with_what_would(steady):
@@ -86,9 +86,9 @@ def test_the_command_line(tmp_path):
     cap = str(process_bytes() + LOADING + 100 * MIB)
     done = runner.invoke(application(), ["plan", "pocket", "--memory-cap", cap, "--json"])
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert found["rehearsed"]
-    assert found["total_bytes"] <= int(cap)
+    printed = json.loads(done.stdout)
+    assert printed["rehearsed"]
+    assert printed["total_bytes"] <= int(cap)
     shown = runner.invoke(application(), ["plan", "pocket", "--memory-cap", cap])
     assert "measured here" in shown.stdout
     assert "dry run" in shown.stdout
@@ -110,8 +110,8 @@ def test_a_cap_that_is_advised_is_taken_by_a_process_a_little_larger(policy, bud
     advised = re.search(r"raise it to (\w+)", str(refused.value))[1]
     assert parse_bytes(advised) == refused.value.least["least_memory_cap"]
     with patch.object(plan_module, "process_bytes", lambda: HELD + more):
-        found = plan(policy=policy, budget_tokens=budget, memory_cap=advised)
-    assert found.total_bytes <= parse_bytes(advised)
+        planned = plan(policy=policy, budget_tokens=budget, memory_cap=advised)
+    assert planned.total_bytes <= parse_bytes(advised)
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +121,10 @@ def least():
     env = {**os.environ, "PYTHONPATH": str(Path(kvcap.__file__).parents[1])}
     refused = ran([*command, "plan", "pocket", "--memory-cap", "1MiB"], env=env)
     assert refused.returncode == 3
-    found = refused.stderr.split("raise it to ")[1].split(", or")[0]
-    fed_back = ran([*command, "plan", "pocket", "--memory-cap", found], env=env)
+    size = refused.stderr.split("raise it to ")[1].split(", or")[0]
+    fed_back = ran([*command, "plan", "pocket", "--memory-cap", size], env=env)
     assert fed_back.returncode == 0, fed_back.stderr
-    return parse_bytes(found)
+    return parse_bytes(size)
 
 
 @pytest.mark.slow
@@ -203,10 +203,10 @@ def test_freed_memory_goes_back_to_the_system_before_a_block_is_refused(monkeypa
     held[0] = 400  # a long text became tokens
     guard.check(10)
     assert held == [110]
-    late = CapGuard(cap=150, workspace=40, block=10)
+    second_guard = CapGuard(cap=150, workspace=40, block=10)
     held[0] = 400  # before its first block
-    late.check(10)
-    late.check(10)
+    second_guard.check(10)
+    second_guard.check(10)
     assert held == [110]
 
 

@@ -57,8 +57,8 @@ def test_the_plan_says_what_is_free(tmp_path, monkeypatch, capsys):
     free = free_memory(full_of_page_cache(tmp_path))
     monkeypatch.setattr("kvcap.runtime.cli.commands.free_memory", lambda: free)
     assert run(["plan", "pocket", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["free_bytes"], found["free_by"]) == (30 * GIB, "the limit of cgroup box")
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["free_bytes"], printed["free_by"]) == (30 * GIB, "the limit of cgroup box")
     assert run(["plan", "pocket", "--kv-budget", "1", "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["free_bytes"] == 30 * GIB
     with pytest.warns(UserWarning, match="32,212,254,720 are free .the limit of cgroup box."):

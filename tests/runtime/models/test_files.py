@@ -74,9 +74,9 @@ def test_headers_say_what_loading_takes(family, dtype, size, tmp_path):
     assert (tmp_path / SINGLE).exists() == (size == "1GB")
     where = str(tmp_path)
     config = load_config(where)
-    found = weigh(config, dtype, read_headers(where))
-    assert found == (held(load_model(where, config, dtype)), "safetensors headers")
-    assert found.nbytes == weigh(config, dtype).nbytes
+    weighed = weigh(config, dtype, read_headers(where))
+    assert weighed == (held(load_model(where, config, dtype)), "safetensors headers")
+    assert weighed.nbytes == weigh(config, dtype).nbytes
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -88,8 +88,8 @@ def test_tied_tensors_count_once_and_others_are_not_loaded(tied, tmp_path):
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(tensors, tmp_path / SINGLE, {"format": "pt"})
     config, headers = load_config(str(tmp_path)), read_headers(str(tmp_path))
-    found = weigh(config, torch.float32, headers)
-    assert found.nbytes == held(load_model(str(tmp_path), config, torch.float32))
+    weighed = weigh(config, torch.float32, headers)
+    assert weighed.nbytes == held(load_model(str(tmp_path), config, torch.float32))
 
 
 def test_a_tied_tensor_under_its_other_name_is_loaded_or_refused(tmp_path):
@@ -101,13 +101,13 @@ def test_a_tied_tensor_under_its_other_name_is_loaded_or_refused(tmp_path):
     save_file(tensors, tmp_path / SINGLE, {"format": "pt"})
     where = str(tmp_path)
     config = load_config(where)
-    found = weigh(config, torch.float32, read_headers(where)).nbytes
+    nbytes = weigh(config, torch.float32, read_headers(where)).nbytes
     if transformers.__version__.startswith("4."):
         with pytest.raises(ModelFilesBroken, match=r"lack model\.embed_tokens\.weight"):
             load_model(where, config, torch.float32)
         return
     loaded = load_model(where, config, torch.float32)
-    assert found == held(loaded)
+    assert nbytes == held(loaded)
     assert torch.equal(loaded.get_input_embeddings().weight, tensors["lm_head.weight"])
 
 
@@ -155,16 +155,16 @@ def test_no_weights_are_read(tmp_path, monkeypatch):
         done = CliRunner().invoke(
             application(), ["plan", str(tmp_path), "--dtype", "bfloat16", "--json"]
         )
-    found = json.loads(done.stdout)
-    assert found["weights"] == end // 2
-    assert found["free_bytes"] == 8 << 30
+    printed = json.loads(done.stdout)
+    assert printed["weights"] == end // 2
+    assert printed["free_bytes"] == 8 << 30
 
 
 def test_without_weights_the_config_is_counted(folder, capsys):
     (folder / SINGLE).unlink()
     assert run(["plan", str(folder), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["weights_from"] == "config"
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["weights_from"] == "config"
     with pytest.raises(ModelFilesBroken, match="the weights of"):
         load(folder)
 
@@ -253,9 +253,9 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Break:
     """A valid file of other tensors."""
 
     def rewrite(folder: Path) -> None:
-        found = load_file(folder / SINGLE)
-        change(found)
-        save_file(found, folder / SINGLE, {"format": "pt"})
+        by_name = load_file(folder / SINGLE)
+        change(by_name)
+        save_file(by_name, folder / SINGLE, {"format": "pt"})
 
     return rewrite
 
@@ -360,11 +360,11 @@ def test_damaged_files_are_named(saved, tmp_path_factory, data):
     (folder / SINGLE).write_bytes(whole[:length])
     try:
         config = load_config(str(folder))
-        found = weigh(config, torch.float32, read_headers(str(folder)))
+        weighed = weigh(config, torch.float32, read_headers(str(folder)))
         model = load_model(str(folder), config, torch.float32)  # 4.57 needs the metadata, too
     except KvcapError:
         return
-    assert found.nbytes == held(model)
+    assert weighed.nbytes == held(model)
 
 
 @pytest.mark.parametrize(

@@ -194,8 +194,8 @@ def test_biases_of_a_file_are_the_models(tmp_path):
         expected = write(path, biases=True, kinds=("F32",))(ids).logits[:, -1]
         config = load_config(str(path))
         model = load_model(str(path), config, torch.float32).eval()
-        found = BlockLoop(model, BudgetCache(model.config, 48, 16)).prefill(ids)
-    assert (found - expected).abs().max() < 1e-4 < expected.abs().max()
+        logits = BlockLoop(model, BudgetCache(model.config, 48, 16)).prefill(ids)
+    assert (logits - expected).abs().max() < 1e-4 < expected.abs().max()
 
 
 @needs_gguf
@@ -350,20 +350,20 @@ def test_fields_and_tensors_are_those_that_the_package_reads(tmp_path, version):
     own, true = gguf_files.header(path), gguf.GGUFReader(path)
     assert list(own.fields) == list(true.fields)
     for name, field in true.fields.items():
-        found = own.fields[name]
-        assert found.contents() == field.contents()
-        assert found.types == field.types
+        own_field = own.fields[name]
+        assert own_field.contents() == field.contents()
+        assert own_field.types == field.types
         mine, theirs = (
             [parse(x.parts[i], [int(kind) for kind in x.types]) for i in x.data]
-            for x in (found, field)
+            for x in (own_field, field)
         )
         assert mine == theirs
-    for found, tensor in zip(own.tensors.values(), true.tensors, strict=True):
+    for own_field, tensor in zip(own.tensors.values(), true.tensors, strict=True):
         for name in ("name", "tensor_type", "n_elements", "n_bytes", "data_offset"):
-            assert getattr(found, name) == getattr(tensor, name)
-        assert list(found.shape) == list(tensor.shape)
-        assert found.data.dtype == tensor.data.dtype
-        assert (found.data == tensor.data).all()
+            assert getattr(own_field, name) == getattr(tensor, name)
+        assert list(own_field.shape) == list(tensor.shape)
+        assert own_field.data.dtype == tensor.data.dtype
+        assert (own_field.data == tensor.data).all()
     assert {x.data_offset % 64 for x in own.tensors.values()} == {0}
 
 
@@ -463,9 +463,9 @@ def test_it_is_evaluated_and_says_what_it_becomes(file, tmp_path, capsys):
         tmp_path,
     )
     assert run(command) == 0
-    told = capsys.readouterr()
-    assert "of Q8_0 in the file become" in told.err
-    perplexity, recall = json.loads(told.out)
+    output = capsys.readouterr()
+    assert "of Q8_0 in the file become" in output.err
+    perplexity, recall = json.loads(output.out)
     assert 1 < perplexity["score"] < 1e6
     assert 0 <= recall["score"] <= 1
 
@@ -477,8 +477,8 @@ def test_an_answer_ends_at_the_control_token_that_its_template_writes(tmp_path, 
     write(path, eos=own.pad_token_id)
     assert own.pad_token_id != own.eos_token_id
     runtime = Runtime.from_pretrained(path, budget_tokens=32, block_size=16, device="cpu")
-    found = end_tokens(runtime.generation) - {own.bos_token_id}
-    assert found == {own.pad_token_id, own.eos_token_id}
+    ends = end_tokens(runtime.generation) - {own.bos_token_id}
+    assert ends == {own.pad_token_id, own.eos_token_id}
     assert run(["plan", str(path), "--backend", "torch", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)["end_tokens"]
     assert {end["text"] for end in said} - {own.bos_token} == {own.pad_token, own.eos_token}

@@ -46,12 +46,12 @@ def test_neighbours_rotate_by_the_plain_formula(size, rotated, dtype):
         {"rtol": 2**-7, "atol": 2**-7} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     )
     rotation = Rotation(frequencies, 40, "cpu", interleaved=True)
-    found = rotation.back(x, shift)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), expected, **close)
+    turned_back = rotation.back(x, shift)
+    assert turned_back.dtype == dtype
+    torch.testing.assert_close(turned_back.double(), expected, **close)
     rope = Rope("default", frequencies, interleaved=True)
-    torch.testing.assert_close(moved_by(rope, x, -shift), found)
-    torch.testing.assert_close(moved_by(rope, found, shift), x, **close)
+    torch.testing.assert_close(moved_by(rope, x, -shift), turned_back)
+    torch.testing.assert_close(moved_by(rope, turned_back, shift), x, **close)
     one = rotation.back_by(x, rotation.rows([7]))
     torch.testing.assert_close(one, moved_by(rope, x, -7))
     each = rotation.back_by(x, rotation.rows(range(6)))

@@ -78,9 +78,9 @@ def compared(
     inv_freq = rotary_frequencies(model_of(name, "eager"))
     turning = dict.fromkeys(shape.capped, inv_freq)
     rotation = rotate_last_neighbours if name.startswith("deepseek_v2") else rotate_last
-    found = compare(lambda a: model_of(name, a), cache, text(), block, rotation, turning)
+    comparison = compare(lambda a: model_of(name, a), cache, text(), block, rotation, turning)
     assert cache.held == budget
-    return found
+    return comparison
 
 
 # Exactness ----------------------------------------------------------------------------------------
@@ -171,8 +171,8 @@ def test_a_batch_is_its_sequences(policy, block):
         loop = BlockLoop(model, kvcap.BudgetCache(model.config, 14, block, eviction))
         return loop.prefill(rows)
 
-    apart = torch.cat([read(ids[:1]), read(ids[1:])])
-    torch.testing.assert_close(read(ids), apart, rtol=1e-4, atol=1e-4)
+    separate = torch.cat([read(ids[:1]), read(ids[1:])])
+    torch.testing.assert_close(read(ids), separate, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow(keep=6)

@@ -159,13 +159,13 @@ def test_a_trial_finds_what_the_list_says(family, monkeypatch):
     config = config_of(family)
     listed = ModelShape.of(config)
     monkeypatch.setattr(reading, "FAMILIES", ())
-    found = ModelShape.of(config)
+    shape = ModelShape.of(config)
     assert try_model(config).obstacle == ""
-    assert found.latent == listed.latent
-    assert [layer.kind for layer in found.layers] == [layer.kind for layer in listed.layers]
-    assert [layer.states for layer in found.layers] == [layer.states for layer in listed.layers]
+    assert shape.latent == listed.latent
+    assert [layer.kind for layer in shape.layers] == [layer.kind for layer in listed.layers]
+    assert [layer.states for layer in shape.layers] == [layer.states for layer in listed.layers]
     for i in listed.capped:
-        mine, theirs = listed.layers[i].rope, found.layers[i].rope
+        mine, theirs = listed.layers[i].rope, shape.layers[i].rope
         assert (mine is None) == (theirs is None)
         assert mine is None or mine.exact == theirs.exact
         assert mine is None or mine.interleaved == theirs.interleaved
@@ -257,8 +257,8 @@ def test_a_trial_sees_attention_that_is_not_the_models(monkeypatch):
 
     monkeypatch.setattr(functions, "attend", wrong)
     monkeypatch.setattr(trial, "attend", wrong)
-    found = try_model(config_of("llama", attention_bias=True))  # which no other test tries
-    assert "kvcap's attention gives other logits than its own" in found.obstacle
+    tried = try_model(config_of("llama", attention_bias=True))  # which no other test tries
+    assert "kvcap's attention gives other logits than its own" in tried.obstacle
 
 
 def test_a_config_of_other_heads_is_found_out(tokens):
@@ -383,8 +383,8 @@ def test_longrope_reads_on_by_one_set_of_factors(positions, tmp_path):
         logits += [loop.read(ids[:, i : i + 1]) for i in range(first, 90)]
         with torch.no_grad():
             true = [longrope("eager")(ids[:, :i]).logits[:, -1] for i in range(first, 91)]
-        found, expected = torch.stack(logits, 1), torch.stack(true, 1)
-        assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+        stacked, expected = torch.stack(logits, 1), torch.stack(true, 1)
+        assert (stacked - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("positions", ["compact", "true"])
@@ -463,13 +463,13 @@ def test_one_set_of_factors_is_chosen_by_what_can_be_reached():
     needs_5()
     config = longrope().config
     for reach, long in ((64, False), (0, False), (65, True), (None, True)):
-        found = with_one_rope(config, reach)
-        assert (found is not config) == long
-        rope = rope_of(found)
+        chosen = with_one_rope(config, reach)
+        assert (chosen is not config) == long
+        rope = rope_of(chosen)
         assert rope.longest == (None if long else 64)
         own = torch.tensor(LONG["long_factor" if long else "short_factor"])
         torch.testing.assert_close(rope.inv_freq * own, rope_of(config_of("phi3")).inv_freq)
-        assert "longrope" in ModelShape.of(found).not_exportable
+        assert "longrope" in ModelShape.of(chosen).not_exportable
     assert rope_of(config).longest == 64
     llama = config_of("llama")
     assert with_one_rope(llama, None) is llama

@@ -68,11 +68,11 @@ def test_weights_are_rounded_to_the_nearest_that_there_is(kind, most):
     weight[3], weight[4], weight[5, :32] = 0, 1e-3, weight[5, :32].abs()  # one sign
     weight[6] *= 1e-30  # no float16 scale for it
     for dtype in FLOATS:
-        found = filled(weight, kind, dtype).lookup(torch.arange(70)).float()
-        assert far(found, weight) < most
-        assert not found[3].any()
-        assert far(found[4], weight[4]) < 0.02
-        assert found.isfinite().all()
+        rows = filled(weight, kind, dtype).lookup(torch.arange(70)).float()
+        assert far(rows, weight) < most
+        assert not rows[3].any()
+        assert far(rows[4], weight[4]) < 0.02
+        assert rows.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", NAMES)
@@ -142,8 +142,11 @@ def test_families_run_and_hold_what_is_planned(family, tmp_path, tokens):
     ids, logits = tokens(24), []
     for loaded in (model, plain):
         loop = BlockLoop(loaded, BudgetCache(loaded.config, 12, 4), graphs=False)
-        found = [loop.prefill(ids[:, :20]), *(loop.read(ids[:, i : i + 1]) for i in range(20, 24))]
-        logits.append(torch.stack(found, 1))
+        own_logits = [
+            loop.prefill(ids[:, :20]),
+            *(loop.read(ids[:, i : i + 1]) for i in range(20, 24)),
+        ]
+        logits.append(torch.stack(own_logits, 1))
     torch.testing.assert_close(logits[0], logits[1], rtol=2e-3, atol=2e-3)
 
 
@@ -171,10 +174,10 @@ def test_a_head_of_its_own_is_kept_as_transformers_keeps_it(other, tmp_path):
     true = AutoModelForCausalLM.from_pretrained(where)
     assert torch.equal(plain.lm_head.weight, true.lm_head.weight)
     model = load_packed(where, config, torch.float32, "int8")
-    apart = other and not OLD
-    assert (model.lm_head.matrix is not model.get_input_embeddings().matrix) == apart
-    found = model.lm_head.matrix.lookup(torch.arange(len(head)))
-    torch.testing.assert_close(found, true.lm_head.weight, rtol=0, atol=0.01)
+    separate = other and not OLD
+    assert (model.lm_head.matrix is not model.get_input_embeddings().matrix) == separate
+    rows = model.lm_head.matrix.lookup(torch.arange(len(head)))
+    torch.testing.assert_close(rows, true.lm_head.weight, rtol=0, atol=0.01)
     for held, loaded in (("int8", model), (None, plain)):
         planned = weigh(config, torch.float32, read_headers(where), held)
         assert planned.nbytes == held_weights(loaded).nbytes
@@ -311,9 +314,9 @@ def test_a_build_without_products_or_with_wrong_ones_is_named(wrong, chat_model,
 
 def test_broken_files_are_named(tmp_path):
     where = tiny_chat.save(tmp_path)
-    found = load_file(tmp_path / "model.safetensors")
-    del found["model.layers.1.mlp.up_proj.weight"]
-    save_file(found, tmp_path / "model.safetensors", {"format": "pt"})
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(files.ModelFilesBroken, match=r"up_proj\.weight"):
         Runtime.from_pretrained(where, weights="int4")
 
@@ -326,8 +329,8 @@ def test_the_command_line_runs_them_in_pytorch(capsys):
     said = ["The code for the blue door is 4821. What is the code for the blue door?"]
     more = ["--temperature", "0", "--max-new-tokens", "24", "--json"]
     assert run(["generate", given[0], *said, *given[1:], *more]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert "4821" in told["text"]
+    printed = json.loads(capsys.readouterr().out)
+    assert "4821" in printed["text"]
     assert run(["plan", *given]) == 0
     assert "int4 weights" in capsys.readouterr().out
     for wrong, why in (

@@ -67,14 +67,14 @@ def save_fp8(folder: Path) -> None:
     """As checkpoints of DeepSeek's kind are: a scale for every 128 x 128 weights."""
     model = tiny()
     model.save_pretrained(folder)
-    found = load_file(folder / "model.safetensors")
-    for name in [name for name in found if "_proj" in name]:
-        blocks = found[name].float().unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if "_proj" in name]:
+        blocks = tensors[name].float().unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
         scale = blocks.abs().amax((1, 3)) / 448
-        whole = (blocks / scale[:, None, :, None]).reshape(found[name].shape)
-        found[name] = whole.to(torch.float8_e4m3fn)
-        found[name.replace(".weight", ".weight_scale_inv")] = scale
-    save_file(found, folder / "model.safetensors", {"format": "pt"})
+        whole = (blocks / scale[:, None, :, None]).reshape(tensors[name].shape)
+        tensors[name] = whole.to(torch.float8_e4m3fn)
+        tensors[name.replace(".weight", ".weight_scale_inv")] = scale
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     path = folder / "config.json"
     method = {
         "quant_method": "fp8",

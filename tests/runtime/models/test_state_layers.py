@@ -97,8 +97,8 @@ def test_planned_bytes_are_held(family, dtype, tokens):
     for index, layer in cache.state_layers.items():
         theirs = plain.layers[index]
         made = {"conv": theirs.conv_states[0], "recurrent": theirs.recurrent_states[0]}
-        found = {name: (x.shape, x.dtype) for name, x in made.items() if x is not None}
-        assert found == {name: (x.shape, x.dtype) for name, x in layer.named.items()}
+        shapes = {name: (x.shape, x.dtype) for name, x in made.items() if x is not None}
+        assert shapes == {name: (x.shape, x.dtype) for name, x in layer.named.items()}
 
 
 # Experts' grouped products do not run dry in float32.
@@ -138,9 +138,9 @@ def test_cap_reads_long_inputs_block_by_block(family, tokens):
     loop = BlockLoop(model, kvcap.BudgetCache(model.config, 16, 8))
     expected = torch.stack([loop.read(part) for part in ids.split(8, 1)], 1)
     with kvcap.cap(model, 16, 8):
-        found = model(ids, use_cache=False).logits
-    torch.testing.assert_close(found[:, 7::8], expected[:, :-1], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found[:, -1:], expected[:, -1:], rtol=1e-4, atol=1e-4)
+        logits = model(ids, use_cache=False).logits
+    torch.testing.assert_close(logits[:, 7::8], expected[:, :-1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits[:, -1:], expected[:, -1:], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", [*SOME, "falcon_h1"])
@@ -194,9 +194,9 @@ def test_a_pass_that_failed_half_way_demands_a_reset(family, tokens):
     cache = kvcap.BudgetCache(model.config, 16, 8)
     loop = BlockLoop(model, cache)
     first = loop.read(ids[:, :8])
-    places = torch.arange(50, 58)[None]
+    positions = torch.arange(50, 58)[None]
     with torch.no_grad(), pytest.raises(PositionMismatch):
-        model(ids[:, 8:16], position_ids=places, **as_cache(cache))
+        model(ids[:, 8:16], position_ids=positions, **as_cache(cache))
     assert (cache.seen, cache.consistent) == (8, False)
     with pytest.raises(SessionBroken):
         loop.read(ids[:, 8:16])
@@ -314,9 +314,9 @@ def test_weights_are_counted_as_loaded(family, tmp_path):
         save_file(load_file(file) | left_out, file, {"format": "pt"})
     config = load_config(where)
     for dtype in (torch.float32, torch.bfloat16):
-        found = weigh(config, dtype, read_headers(where)).nbytes
-        assert found == weigh(config, dtype).nbytes
-        assert found == held_weights(load_model(where, config, dtype)).nbytes
+        nbytes = weigh(config, dtype, read_headers(where)).nbytes
+        assert nbytes == weigh(config, dtype).nbytes
+        assert nbytes == held_weights(load_model(where, config, dtype)).nbytes
 
 
 def test_a_vision_tower_that_is_left_out_is_not_weighed(tmp_path):
@@ -336,9 +336,9 @@ def test_a_vision_tower_that_is_left_out_is_not_weighed(tmp_path):
     save_file(tensors | further, file, {"format": "pt"})
     AutoConfig.for_model("qwen3_5", text_config=model.config.to_dict()).save_pretrained(where)
     config = load_config(where)
-    found = weigh(config, torch.float32, read_headers(where)).nbytes
+    nbytes = weigh(config, torch.float32, read_headers(where)).nbytes
     loaded = load_model(where, config, torch.float32)
-    assert found == held_weights(loaded).nbytes == held_weights(model).nbytes
+    assert nbytes == held_weights(loaded).nbytes == held_weights(model).nbytes
     cache = kvcap.BudgetCache(loaded.config, 16, 8)
     assert BlockLoop(loaded, cache).read(torch.arange(3, 11)[None]).isfinite().all()
 

@@ -158,12 +158,12 @@ def test_the_text_model_alone_gives_the_wrappers_logits(name, saved, tokens):
 def test_the_plan_is_of_what_is_held(name, dtype, saved):
     model, where = saved(name)
     config = load_config(where)
-    found = weigh(config, dtype, read_headers(where))
+    weighed = weigh(config, dtype, read_headers(where))
     alone = load_model(where, config, dtype)
-    assert found == (held_weights(alone).nbytes, "safetensors headers")
-    assert found.nbytes == weigh(config, dtype).nbytes
+    assert weighed == (held_weights(alone).nbytes, "safetensors headers")
+    assert weighed.nbytes == weigh(config, dtype).nbytes
     whole = sum(p.numel() for p in model.parameters()) * dtype.itemsize
-    assert found.nbytes < 0.9 * whole, "no vision tower is held"
+    assert weighed.nbytes < 0.9 * whole, "no vision tower is held"
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "llava"])
@@ -371,13 +371,13 @@ def test_images_under_m_rope_are_read_at_true_positions(name, tokens):
     cache, reference = kvcap.BudgetCache(model.config, 12, 18), transformers.DynamicCache()
     with torch.no_grad():
         for part in (given, *({"input_ids": x} for x in tokens(14).clamp(max=89).split(6, 1))):
-            place = cache.seen + torch.arange(part["input_ids"].shape[1]).expand(3, 1, -1)
+            positions = cache.seen + torch.arange(part["input_ids"].shape[1]).expand(3, 1, -1)
             if cache.seen:
-                place = place + plain.model.rope_deltas
-            found = model(**part, **as_cache(cache)).logits
-            where = {"position_ids": place} if cache.seen > 18 else {}
+                positions = positions + plain.model.rope_deltas
+            capped_logits = model(**part, **as_cache(cache)).logits
+            where = {"position_ids": positions} if cache.seen > 18 else {}
             logits = plain(**part, **where, **as_cache(reference)).logits
-            assert (found - logits).abs().max() < 1e-4
+            assert (capped_logits - logits).abs().max() < 1e-4
             for mine, theirs in zip(cache.layers, reference.layers, strict=True):
                 theirs.keys, theirs.values = mine.keys.clone(), mine.values.clone()
     assert cache.held == 12
@@ -429,7 +429,7 @@ def test_other_wrappers_are_refused_by_name(name, message, tmp_path):
 
 def test_every_wrapper_of_transformers_runs_or_is_refused_by_name():
     """Walks all wrappers that can be made without being told anything."""
-    found, refused = set(), dict[str, str]()
+    running, refused = set(), dict[str, str]()
     for name in CONFIG_MAPPING:
         try:
             config = AutoConfig.for_model(name)
@@ -443,6 +443,6 @@ def test_every_wrapper_of_transformers_runs_or_is_refused_by_name():
         except UnsupportedModel as error:
             refused[config.model_type] = str(error)
         else:
-            found |= {name} if text.model_type in FAMILIES else set()
+            running |= {name} if text.model_type in FAMILIES else set()
     assert all(f"model type {name!r}" in why for name, why in refused.items())
-    assert {"gemma3", "llava", "mistral3", "qwen2_5_vl"} <= found
+    assert {"gemma3", "llava", "mistral3", "qwen2_5_vl"} <= running

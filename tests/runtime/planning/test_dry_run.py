@@ -95,9 +95,9 @@ def test_layers_that_are_alike_are_rehearsed_as_a_few(family, policy, layers, mo
     config = tiny_config(family, **SIZES, **options, num_hidden_layers=7)
     settings = CacheSettings(120, 40, small_policy(policy, config))
     assert dry_run.shortened(config, settings).num_hidden_layers == layers
-    found = rehearse_block(config, settings, torch.bfloat16)
+    nbytes = rehearse_block(config, settings, torch.bfloat16)
     monkeypatch.setattr(dry_run, "shortened", lambda config, settings: config)
-    assert rehearse_block(config, settings, torch.bfloat16) == found
+    assert rehearse_block(config, settings, torch.bfloat16) == nbytes
     assert config.num_hidden_layers == 7
 
 

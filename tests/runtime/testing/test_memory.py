@@ -64,11 +64,11 @@ def flat(name: str, short: int, long: int, fault=None, slack=0.0, layers=1) -> N
 def kinds() -> list[str]:
     """Every score and every companion once, in the order of their names."""
     evictions = {name: load_policy(name) for name in policies() if name != "full"}
-    found: dict[type, str] = {}
+    by_type: dict[type, str] = {}
     for name in sorted(evictions, key=lambda name: len(evictions[name].components)):
         for part in evictions[name].components:
-            found.setdefault(type(part), name)
-    return sorted(set(found.values()))
+            by_type.setdefault(type(part), name)
+    return sorted(set(by_type.values()))
 
 
 # The allocator's peak is asked of each second one, of most that keep more than keys and values.
@@ -155,11 +155,11 @@ def test_other_threads_count_to_the_byte():
 def test_a_thread_that_outlives_the_measurement():
     # It allocates while it is measured, not while PyTorch's profiler starts or stops: that has been
     # seen to end the process.
-    asked, answered, last = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
+    requested, answered, last = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
 
     def work():
         while True:
-            asked.acquire()
+            requested.acquire()
             if last.is_set():
                 return
             zeros(1)
@@ -167,7 +167,7 @@ def test_a_thread_that_outlives_the_measurement():
 
     def ask():
         for _ in range(100):
-            asked.release()
+            requested.release()
             answered.acquire()
 
     thread = threading.Thread(target=work)
@@ -181,7 +181,7 @@ def test_a_thread_that_outlives_the_measurement():
             assert MIB <= cpu_peak(measured).peak_bytes <= 2 * MIB
     finally:
         last.set()
-        asked.release()
+        requested.release()
         thread.join()
 
 
@@ -385,13 +385,13 @@ def dropped(chat, keep=None) -> list[weakref.ref]:
     session = chat.session(seed=0)
     session.set_generation(max_new_tokens=2)
     turns(session, 2)
-    found = [weakref.ref(x) for x in session.cache.buffers()]
-    assert found
+    references = [weakref.ref(x) for x in session.cache.buffers()]
+    assert references
     if keep is not None:
         keep.append(session.cache.buffers()[0])
     del session
     gc.collect()
-    return [x for x in found if x() is not None]
+    return [x for x in references if x() is not None]
 
 
 def test_a_dropped_session_leaves_nothing(chat):
@@ -451,10 +451,10 @@ def check(path: Path, *more: str) -> int:
 @pytest.mark.slow
 def test_what_did_not_grow_passes(baseline, capsys):
     assert check(baseline, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["regressions"] == []
-    assert found["peaks_not_compared"] is None
-    assert found["cells"] == json.loads(baseline.read_text())["cells"]  # deterministic
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["regressions"] == []
+    assert printed["peaks_not_compared"] is None
+    assert printed["cells"] == json.loads(baseline.read_text())["cells"]  # deterministic
 
 
 @pytest.mark.slow(keep=1)

@@ -397,20 +397,20 @@ def test_beside(memory_meter):
     path = str(pytester.path / "memory-figures.json")
     done = run(code.replace("N)", "5)"), "--memory-baseline", path)
     done.assert_outcomes(failed=3)
-    place = "test_a_figure_that_grew_says_who_held_memory.py"
+    file = "test_a_figure_that_grew_says_who_held_memory.py"
     held = [
         "  what was held at the peak, the largest first:",
         "    5.0 MiB (5,242,880 bytes)",
-        f"      {place}:5 in work",
+        f"      {file}:5 in work",
     ]
     done.stdout.fnmatch_lines(
         [
             "memory grew: cpu_peak_bytes is 5.0 MiB*",
             *held,
-            f"      {place}:7 in test_meter",
+            f"      {file}:7 in test_meter",
             "memory grew: body.cpu_peak_bytes is 5.0 MiB*",
             *held,
-            f"      {place}:10 in test_marker",
+            f"      {file}:10 in test_marker",
             "memory grew: cpu_peak_bytes is 5.0 MiB*",
             "  (stacks are not noted beside host=*",
         ]

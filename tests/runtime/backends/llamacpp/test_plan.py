@@ -152,9 +152,9 @@ def test_a_long_request_is_tokenised_within_the_bytes_planned(gguf: Files, capsy
 
 def status(name: str) -> int:
     """Return a figure of this process as the system has it, in bytes."""
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) << 10
+    match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) << 10
 
 
 def test_a_budget_that_pins_fill_is_refused(gguf: Files) -> None:

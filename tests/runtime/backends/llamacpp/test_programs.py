@@ -61,28 +61,28 @@ class Watched:
             reset()
             self.followers[cache.sequence].reset()
 
-        def settled() -> None:
+        def settle_keys() -> None:
             self.settling = True
             settle()
             self.settling = False
 
-        cache.reset, cache.settle_keys = forgotten, settled
+        cache.reset, cache.settle_keys = forgotten, settle_keys
 
     def check(self, tokens: Sequence[tuple[int, int, int]], outputs: Sequence[int]) -> Floats:
         """Read tokens, and compare logits and positions with those of the followers."""
-        found: Floats = self.read(tokens, outputs)
+        logits: Floats = self.read(tokens, outputs)
         if self.settling:
-            return found
+            return logits
         for sequence in dict.fromkeys(one for one, _, _ in tokens):
             follower, cache = self.followers[sequence], self.caches[sequence]
             follower.keep(cache.tokens.tolist())
-            places = [i for i, token in enumerate(tokens) if token[0] == sequence]
-            expected = follower.read([tokens[i][1] for i in places])
-            assert [p for _, p in follower.held[-len(places) :]] == [tokens[i][2] for i in places]
+            indices = [i for i, token in enumerate(tokens) if token[0] == sequence]
+            expected = follower.read([tokens[i][1] for i in indices])
+            assert [p for _, p in follower.held[-len(indices) :]] == [tokens[i][2] for i in indices]
             for row, output in enumerate(outputs):
-                if output in places:
-                    agree(found[row], expected[places.index(output)], LOOSE)
-        return found
+                if output in indices:
+                    agree(logits[row], expected[indices.index(output)], LOOSE)
+        return logits
 
     def step(self, folder: Path) -> None:
         """Do something to a conversation."""

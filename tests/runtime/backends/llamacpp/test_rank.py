@@ -29,17 +29,17 @@ Floats = NDArray[np.float32]
 
 def numbers(raw: bytes, kind: int) -> list[float]:
     """Return the numbers of bytes of a type of cells, by ggml's description of it."""
-    found = list[float]()
+    scores = list[float]()
     if kind == Q8_0:
         for scale, *eighths in struct.iter_unpack("<e32b", raw):
-            found += [scale * n for n in eighths]
+            scores += [scale * n for n in eighths]
     elif kind == Q4_0:
         for scale, *pairs in struct.iter_unpack("<e16B", raw):
-            found += [scale * ((n & 15) - 8) for n in pairs]
-            found += [scale * ((n >> 4) - 8) for n in pairs]
+            scores += [scale * ((n & 15) - 8) for n in pairs]
+            scores += [scale * ((n >> 4) - 8) for n in pairs]
     else:
-        found = [n for (n,) in struct.iter_unpack("<e", raw)]
-    return found
+        scores = [n for (n,) in struct.iter_unpack("<e", raw)]
+    return scores
 
 
 def read_state(raw: bytes, gap: int) -> tuple[list[int], list[list[Floats]]]:
@@ -47,28 +47,28 @@ def read_state(raw: bytes, gap: int) -> tuple[list[int], list[list[Floats]]]:
 
     Written for one conversation of a model whose layers all keep every token.
     """
-    place = 8
+    offset = 8
 
     def taken(code: str) -> tuple[Any, ...]:
-        nonlocal place
-        place += struct.calcsize(code)
-        return struct.unpack_from(code, raw, place - struct.calcsize(code))
+        nonlocal offset
+        offset += struct.calcsize(code)
+        return struct.unpack_from(code, raw, offset - struct.calcsize(code))
 
     streams, held = taken("<II")
     assert streams == 1
     positions = [taken("<iII")[0] for _ in range(held)]
     transposed, layers = taken("<II")
     assert not transposed
-    place += gap
+    offset += gap
     both = list[list[Floats]]()
     for _ in range(2):
         both.append([])
         for _ in range(layers):
             kind, size = taken("<iQ")
-            rows = [numbers(raw[place + i * size :][:size], kind) for i in range(held)]
+            rows = [numbers(raw[offset + i * size :][:size], kind) for i in range(held)]
             both[-1].append(np.array(rows, np.float32))
-            place += held * size
-    assert place == len(raw)
+            offset += held * size
+    assert offset == len(raw)
     return positions, both
 
 
@@ -176,8 +176,8 @@ def test_quantised_rows_are_read_as_ggml_writes_them(kind: int) -> None:
     unit = {Q8_0: 34, Q4_0: 18}[kind]
     rows = rng.integers(0, 256, (5, 4 * unit), np.uint8)
     rows.reshape(5, 4, unit)[..., :2] = np.array([0.25, -3], "<f2").view(np.uint8)[:2]
-    found = load_library().floats(rows, kind)
-    assert found.tolist() == [numbers(row.tobytes(), kind) for row in rows]
+    read_numbers = load_library().floats(rows, kind)
+    assert read_numbers.tolist() == [numbers(row.tobytes(), kind) for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -200,9 +200,9 @@ def test_the_ranking_without_pytorch_keeps_the_same(
             tokens = np.flatnonzero(~gone)
             if len(tokens) <= budget:
                 continue
-            found = [r.kept(tokens, seen, budget, spans, list) for r in (plain, scored)]
-            assert found[0].tolist() == found[1].tolist()
-            assert found[0].sum() == budget
+            masks = [r.kept(tokens, seen, budget, spans, list) for r in (plain, scored)]
+            assert masks[0].tolist() == masks[1].tolist()
+            assert masks[0].sum() == budget
 
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "keydiff+pyramidkv"])

@@ -191,8 +191,8 @@ def test_a_saved_conversation_goes_on_with_the_same_logits(
     assert loaded.messages == session.messages
     assert loaded.cache.tokens.tolist() == session.cache.tokens.tolist()
     assert loaded.cache.cell_positions.tolist() == session.cache.cell_positions.tolist()
-    for found, expected in zip(next_logits(loaded), next_logits(session), strict=True):
-        agree(found, expected)
+    for logits, expected in zip(next_logits(loaded), next_logits(session), strict=True):
+        agree(logits, expected)
 
 
 def test_a_saved_conversation_goes_on_in_another_budget(gguf: Files, tmp_path: Path) -> None:
@@ -230,8 +230,10 @@ def test_files_that_cannot_be_taken_change_nothing(
 
     def spoilt(name: str, change: Callable[[Any], Any]) -> Callable[[], CacheCopy]:
         def copy() -> CacheCopy:
-            found = copied()
-            return CacheCopy(found.facts, {**found.tensors, name: change(found.tensors[name])})
+            copy_of = copied()
+            return CacheCopy(
+                copy_of.facts, {**copy_of.tensors, name: change(copy_of.tensors[name])}
+            )
 
         return copy
 

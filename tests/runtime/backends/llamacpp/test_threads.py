@@ -40,11 +40,11 @@ def test_threads_are_as_many_as_free_cores(
 def test_a_block_counts_anew_unless_threads_are_given(
     gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, threads: int | None
 ) -> None:
-    asked = []
+    requested = []
     session = runtime_of(gguf(), budget_tokens=64, block_size=16, threads=threads).session(seed=0)
     session.set_generation(max_new_tokens=4)
     counting = "kvcap.runtime.backends.llamacpp.context.free_core_count"
-    monkeypatch.setattr(counting, lambda: asked.append(1) or 1)
+    monkeypatch.setattr(counting, lambda: requested.append(1) or 1)
     "".join(session.send("a " * 40))
-    assert bool(asked) == (threads is None)
+    assert bool(requested) == (threads is None)
     assert len(usable_cores()) >= 1

@@ -162,9 +162,9 @@ def test_an_answer_ends_at_what_the_manifest_does_not_name(copied, ends, capsys)
     own = runtime.tokenizer.backend_tokenizer.token_to_id(text)
     assert end_tokens(runtime.session().generation) == {*ends, own}
     assert run(["plan", str(copied), "--backend", "onnxruntime", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["end_tokens"]
-    assert [end["id"] for end in found] == [*ends, own]
-    assert found[-1]["text"] == text
+    listed_ends = json.loads(capsys.readouterr().out)["end_tokens"]
+    assert [end["id"] for end in listed_ends] == [*ends, own]
+    assert listed_ends[-1]["text"] == text
 
 
 def test_python_takes_an_export_as_it_takes_a_model(exported, tmp_path, monkeypatch, capsys):
@@ -211,10 +211,12 @@ def test_the_page_compares_speeds_of_the_same_work(exported, tmp_path, monkeypat
             arguments[arguments.index("--budget-tokens") + 1] = str(MOST)
             arguments += ["--block-size", str(BLOCK)]
         assert (name, run(arguments)) == ("kvcap", 0)
-        found = json.loads(capsys.readouterr().out)
+        printed = json.loads(capsys.readouterr().out)
         same = "policy", "budget_tokens", "held_tokens", "evicted_tokens"
         threads = arguments[arguments.index("--threads") + 1]
-        said.append((threads, found["text"], found["usage"], [found["kv"][name] for name in same]))
+        said.append(
+            (threads, printed["text"], printed["usage"], [printed["kv"][name] for name in same])
+        )
     pytorch, ort = said
     assert pytorch == ort
 
@@ -680,12 +682,12 @@ def test_answers_are_held_to_a_schema_and_say_how_likely_tokens_were(exported, t
         OrtRuntime.from_directory(exported("compact", 48), evict_every=32),
         Runtime.from_pretrained("pocket", dtype="float32", **alike),
     ]
-    said, found = [], []
+    said, logprobs = [], []
     for runtime in runtimes:
         session = runtime.session()
         session.set_generation(max_new_tokens=60, json_schema=schema, logprobs=3, do_sample=False)
         said.append("".join(session.send(FACT)))
-        found.append(session.logprobs)
+        logprobs.append(session.logprobs)
         json.loads("".join(session.send(STORY)))
         session.save(tmp_path / "s")
         loaded = type(session).load(runtime, tmp_path / "s")
@@ -695,7 +697,7 @@ def test_answers_are_held_to_a_schema_and_say_how_likely_tokens_were(exported, t
         assert session.turn.finish_reason == "stop"
     assert said[0] == said[1]
     assert json.loads(said[0])
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*logprobs, strict=True):
         assert one.token == other.token
         assert [x.logprob for x in (one, *one.top)] == pytest.approx(
             [x.logprob for x in (other, *other.top)], abs=1e-2
@@ -761,8 +763,8 @@ def test_evicted_text_is_recalled_as_in_pytorch_and_after_a_restart(exported, tm
 def test_the_index_of_evicted_text_is_planned(tiny):
     folder, mib = tiny / "decoder", 1 << 20
     plans = [
-        OrtRuntime.from_directory(folder, memory_cap="4GiB", recall_store=asked).plan
-        for asked in (None, "1MiB", 0)
+        OrtRuntime.from_directory(folder, memory_cap="4GiB", recall_store=size).plan
+        for size in (None, "1MiB", 0)
     ]
     assert [plan.recall_store for plan in plans] == [8 * mib, mib, 0]
     vectors = plans[0].word_vectors
@@ -891,8 +893,8 @@ def test_an_answer_that_is_stopped_is_kept(tiny):
 def chat(capsys, monkeypatch, folder: Path, *lines: str, code: int = 0) -> tuple[str, str]:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(lines).encode())))
     assert run(["chat", str(folder), *ALWAYS, "--max-new-tokens", "4"]) == code
-    found = capsys.readouterr()
-    return found.out, found.err
+    output = capsys.readouterr()
+    return output.out, output.err
 
 
 def test_the_chats_commands(tiny, tmp_path, capsys, monkeypatch):

@@ -32,16 +32,16 @@ def cache_of(model, policy="keydiff", positions="compact"):
 def read(run, cache, ids, last=None):
     """Logits of a block's every token, or of so many of its last."""
     start, tokens = cache.next_position, ids.shape[1]
-    place = torch.arange(tokens, device=ids.device)
+    positions = torch.arange(tokens, device=ids.device)
     with torch.inference_mode(), cache.passing(ForwardContext(start, tokens)) as context:
         if cache.by_rows:
             context.rows = cache.row_pass(tokens)
         return run(
             input_ids=ids,
-            position_ids=(start + place)[None].expand(ids.shape[0], -1),
+            position_ids=(start + positions)[None].expand(ids.shape[0], -1),
             **cache_argument(run, cache),
             use_cache=True,
-            logits_to_keep=place if last is None else place[tokens - last :],
+            logits_to_keep=positions if last is None else positions[tokens - last :],
         ).logits
 
 
@@ -64,7 +64,7 @@ def test_which_families_it_stands_for(family):
 def test_it_answers_as_the_model_through_blocks_tokens_and_evictions(family, choice, monkeypatch):
     # Keys lie as on a GPU.
     monkeypatch.setattr(CompactPositions, "can_rotate_in_place", lambda *_: False)
-    model, found = tiny_model(family).to(DEVICE), []
+    model, logits = tiny_model(family).to(DEVICE), []
     with kernels.use("eager"):
         cache = cache_of(model)
         expected = [read(model, cache, ids) for ids in conversation()]
@@ -74,8 +74,8 @@ def test_it_answers_as_the_model_through_blocks_tokens_and_evictions(family, cho
     decoder = decoder_of(model)
     with kernels.use(choice):
         cache = cache_of(model)
-        found = [read(decoder, cache, ids) for ids in conversation()]
-    for one, other in zip(found, expected, strict=True):
+        logits = [read(decoder, cache, ids) for ids in conversation()]
+    for one, other in zip(logits, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     kept = [sorted(x.tolist()) for layer in cache.layers for x in layer.segments[0].positions[0]]
     assert kept == held
@@ -105,13 +105,13 @@ def test_a_token_takes_four_products_a_layer_and_attention_rotates_it(family, mo
 
 @pytest.mark.parametrize("family", fused.FAMILIES)
 def test_several_sequences_and_few_logits(family):
-    model, found = tiny_model(family).to(DEVICE), []
+    model, logits = tiny_model(family).to(DEVICE), []
     ids = 3 + torch.randint(90, (2, 21), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     for run in (model, decoder_of(model)):
         cache = kvcap.BudgetCache(model.config, 24, 8).allocate(2, model.dtype, DEVICE)
         blocks = ids.split([8, 8, 1, 1, 1, 1, 1], dim=1)
-        found.append(torch.cat([read(run, cache, block, last=1) for block in blocks]))
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+        logits.append(torch.cat([read(run, cache, block, last=1) for block in blocks]))
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
 def test_without_wanted_logits_there_are_none():
@@ -222,12 +222,12 @@ def test_where_somebody_elses_code_runs_it_is_left_alone(how, monkeypatch):
         undo = model.eval
     assert decoder_of(model) is None
     assert not calls
-    found = read(decoder, cache_of(model), ids)
+    logits = read(decoder, cache_of(model), ids)
     assert len(calls) == (how != "training")
     undo()
     again = read(decoder, cache_of(model), ids)
     assert len(calls) == (how != "training")
-    torch.testing.assert_close(found, again, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, again, rtol=1e-4, atol=1e-4)
     assert decoder_of(model) is not None
 
 
@@ -256,8 +256,8 @@ def test_layers_of_one_input_become_rows_of_one_matrix_and_stay_what_they_are(mo
     for _ in range(2):  # a second cache's graphs find the weights where they are
         decoder = decoder_of(model)
         made.clear()
-        found = read(decoder, cache_of(model), ids)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        logits = read(decoder, cache_of(model), ids)
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
         assert len(made) == one_by_one - 3 * model.config.num_hidden_layers
         attention = model.model.layers[0].self_attn
         parts = attention.q_proj, attention.k_proj, attention.v_proj
@@ -280,12 +280,12 @@ def test_without_memory_to_move_weights_they_stay_apart(monkeypatch):
     expected = read(model, cache_of(model), ids)
     with monkeypatch.context() as patched:
         patched.setattr(linear, "_side_by_side", refuse)
-        apart = decoder_of(model)
-    assert apart.layers[0].inputs.weight is None
-    torch.testing.assert_close(read(apart, cache_of(model), ids), expected, rtol=1e-5, atol=1e-5)
+        separate = decoder_of(model)
+    assert separate.layers[0].inputs.weight is None
+    torch.testing.assert_close(read(separate, cache_of(model), ids), expected, rtol=1e-5, atol=1e-5)
     with kernels.use("triton"):  # nor is a single token read by the kernel
-        found, cache = read(apart, cache_of(model), ids[:, :1]), cache_of(model)
-    torch.testing.assert_close(found, read(model, cache, ids[:, :1]), rtol=1e-4, atol=1e-4)
+        logits, cache = read(separate, cache_of(model), ids[:, :1]), cache_of(model)
+    torch.testing.assert_close(logits, read(model, cache, ids[:, :1]), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", fused.FAMILIES)
@@ -303,8 +303,8 @@ def test_what_lies_between_products_runs_by_kernels(family, monkeypatch):
     monkeypatch.setattr(fused, "KERNELS", parts)
     with kernels.use("triton"):
         decoder = decoder_of(model)
-        found = read(decoder, cache_of(model), ids)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        logits = read(decoder, cache_of(model), ids)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     layers, heads = model.config.num_hidden_layers, 2 * fused.FAMILIES[family].norms_heads
     assert calls.count("add_norm") == 2 * layers + 1
     assert calls.count("gate") == layers
