@@ -60,6 +60,8 @@ class BenchOptions:
     """The options of `kvcap bench`, of which each benchmark reads those that its file names."""
 
     heading: ClassVar = "Measure"
+    STARTING: ClassVar[tuple[str, ...]] = ()
+    """Names benchmarks that take several counts of threads, for the processes that they start."""
     READ: ClassVar[dict[str, Any]] = {  # how options are read, where they are no single value
         "lengths": partial(numbers_of, "lengths"),
         "budgets": partial(numbers_of, "budgets"),
@@ -69,8 +71,8 @@ class BenchOptions:
 
     lengths: str | None = option(
         None,
-        "Read texts of so many tokens; numbers separated by commas, and in cpu 0 for "
-        "none (each benchmark has its own default).",
+        "Read texts of so many tokens; numbers separated by commas (each benchmark has its own "
+        "default).",
         "--lengths",
         "-p",
         metavar="TOKENS",
@@ -116,8 +118,7 @@ class BenchOptions:
     )
     threads: str | None = option(
         None,
-        "Compute with so many threads of the CPU (all cores by default); cpu takes "
-        "several numbers, separated by commas.",
+        "Compute with so many threads of the CPU (all cores by default).",
         "--threads",
         "-t",
         metavar="COUNTS",
@@ -158,9 +159,9 @@ class BenchOptions:
         quiet_libraries()
         given = self.given()
         counts = given.get("threads")
-        if counts and (min(counts) < 1 or (len(counts) > 1 and name != "cpu")):
-            raise ValueError(f"--threads {self.threads}: give one count, or to `bench cpu` several")
-        if name != "cpu":
+        if counts and (min(counts) < 1 or (len(counts) > 1 and name not in self.STARTING)):
+            raise ValueError(f"--threads {self.threads}: give one count of at least 1")
+        if name not in self.STARTING:
             use_threads(counts[0] if counts else None)
         result = load(name)(options_for(name, given))
         if self.rows is not None:

@@ -498,6 +498,7 @@ def _compare(folders: list[Path], compare: str, json: bool) -> None:
 class LabBenchOptions(BenchOptions):
     """The options of `kvcap bench` in the repository, which has more benchmarks."""
 
+    STARTING: ClassVar[tuple[str, ...]] = ("cpu",)
     READ: ClassVar[dict[str, Any]] = {
         **BenchOptions.READ,
         **{x: partial(numbers_of, x) for x in ("starts", "depths")},
