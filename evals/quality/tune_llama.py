@@ -23,6 +23,7 @@ from kvcap.runtime.backends.llamacpp.rank import ranking_of
 from kvcap.runtime.backends.llamacpp.runtime import LlamaRuntime
 from kvcap.runtime.cores import usable_cores
 from kvcap.runtime.errors import UnsupportedModel
+from kvcap.runtime.models.names import resolve
 from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.recall.recall import Recall
 from kvcap.runtime.recall.settings import index_bytes
@@ -56,7 +57,7 @@ class LlamaTuned:
     @cached_property
     def header(self) -> LlamaModel:
         """Return the file without its weights."""
-        return LlamaModel(load_library(), Path(self.request.model).expanduser(), planned=True)
+        return LlamaModel(load_library(), Path(resolve(self.request.model)), planned=True)
 
     @property
     def tokenizer(self) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcap.runtime.errors import ModelNotFound, first_line
+from kvcap.runtime.models.packaged import PACKAGED
 
 CONFIG = "config.json"
 TIMEOUT = 10.0  # seconds within which the hub must answer
@@ -91,7 +92,7 @@ def pulled(name: str) -> Path:
     if not REPOSITORY.fullmatch(name):
         raise ModelNotFound(
             f"{name!r} is no name of a model that can be downloaded; give OWNER/NAME, "
-            f"OWNER/NAME:Q4_K_M for a GGUF file, or one of {', '.join(SHORT)}"
+            f"OWNER/NAME:Q4_K_M for a GGUF file, or one of {', '.join((*PACKAGED, *SHORT))}"
         )
     files = [entry.rfilename for entry in described(name).siblings or []]
     check_files(name, files)

@@ -86,7 +86,8 @@ def locate(model: str | Path) -> Path | None:
         raise ModelNotFound(f"there is no file {name!r}{near}")
     if re.search(r"[/\\~]", name):
         raise ModelNotFound(f"there is no directory {name!r}{_nearby(path)}")
-    ways = f"; give {POCKET!r}, a directory, or a repository as OWNER/NAME, such as {EXAMPLE}"
+    named = ", ".join((*PACKAGED, POCKET))
+    ways = f"; give {named}, a directory, or a repository as OWNER/NAME, such as {EXAMPLE}"
     near = _like(name, [*BUILT_IN, *PACKAGED, *hub.SHORT, *_folders(Path())])
     raise ModelNotFound(f"no model is called {name!r}{near or ways}")
 

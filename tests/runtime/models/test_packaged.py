@@ -12,6 +12,7 @@ import subprocess
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from make import in_python
 from tools import ROOT
 
 from kvcap import cli
+from kvcap.evals.quality.tune_llama import LlamaTuned
 from kvcap.runtime.backends.llamacpp import library
 from kvcap.runtime.errors import ModelNotFound
 from kvcap.runtime.models import gguf, packaged
@@ -159,6 +161,13 @@ def test_it_answers_without_torch_and_transformers(standing_in: Path) -> None:
     done = in_python(program, input="Hi\n", cwd=ROOT)
     assert done.stdout.endswith("0 []\n"), done.stderr
     assert "downloading SmolLM2" in done.stderr
+
+
+@needs_library
+def test_tuning_takes_it_by_its_name(standing_in: Path) -> None:
+    request: Any = SimpleNamespace(model=SMOLLM2, sizes=SimpleNamespace(memory_cap=None))
+    tuned = LlamaTuned(request, lambda policy: pytest.fail(policy))
+    assert tuned.header.architecture == "llama"
 
 
 @needs_library
