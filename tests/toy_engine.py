@@ -7,6 +7,7 @@ model would see.
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,26 @@ def held(session: Any) -> str:
     """Return the text that the cache has read since it was empty, with special tokens."""
     ids = session.read[: session.cache.seen]
     return session.runtime.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def sound(session: Session, runtime: Any) -> None:
+    """Assert what is true of any session in which no answer is being written."""
+    cache, stats = session.cache, session.stats
+    roles = [message["role"] for message in session.messages]
+    assert roles == ["user", "assistant"] * (len(roles) // 2)
+    assert getattr(cache, "consistent", True)
+    assert cache.seen or cache.unread is None
+    assert stats.bytes <= stats.peak_bytes == cache.nbytes <= stats.cap_bytes == runtime.cap_bytes
+    assert stats.held_tokens <= runtime.plan.budget_tokens
+    assert stats.held_tokens + stats.waiting_tokens + stats.evicted_tokens == stats.seen_tokens
+    json.dumps(session.conversation)
+    json.dumps(stats.as_dict())
+    pinned = {i for start, stop in cache.pinned_spans for i in range(start, min(stop, cache.seen))}
+    for layer in cache.kept_tokens():
+        for head in layer.heads:
+            assert len({*head.tolist()}) == len(head)
+            assert {*head.tolist()} <= {*range(cache.seen)}
+            assert isinstance(runtime, ToyEngine) or pinned <= {*head.tolist()}
 
 
 def samplers(seed: int = 0, **options: Any) -> tuple[Sampler, NumpySampler]:

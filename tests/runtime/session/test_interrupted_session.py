@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import signal
 import sys
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 from chat_templates import THINKING, with_template
-from toy_engine import BLOCK, ToyEngine, held, session_of
+from toy_engine import ToyEngine, held, session_of, sound
 
 from kvcap.runtime.errors import EmptyPrompt, KvcapError, MemoryCapExceeded
 from kvcap.runtime.session import session as session_module
@@ -27,41 +26,6 @@ def session(runtime):
     return found
 
 
-def whole(session: Any, messages: Any = None) -> str:
-    """The conversation as one prompt, and as its tokens spell it."""
-    messages = session.messages if messages is None else messages
-    tokenizer = session.runtime.tokenizer
-    ids = session.encode(render(tokenizer, [*system_message(session.system), *messages]))
-    return tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def stopping(session: Any, blocks: int, error: type[BaseException] = KeyboardInterrupt) -> None:
-    """Have the session's next prompt end after so many blocks."""
-
-    def stop(done: int, total: int) -> None:
-        if done >= blocks * BLOCK:
-            session.on_block = None
-            raise error
-
-    session.on_block = stop
-
-
-def interrupted(call: Callable[[], Any], error: type[BaseException] = KeyboardInterrupt) -> None:
-    with pytest.raises(error):
-        list(call())
-
-
-def sound(session: Any) -> None:
-    """What holds whenever no answer is being written."""
-    roles = [message["role"] for message in session.messages]
-    assert roles == ["user", "assistant"] * (len(roles) // 2)
-    assert getattr(session.cache, "consistent", True)
-    assert session.stats.held_tokens <= 64
-    assert session.read_ids == session.read[: session.cache.seen]
-    json.dumps(session.conversation)
-    json.dumps(session.stats.as_dict())
-
-
 def goes_on(session: Any) -> None:
     """The next message is answered, and read after nothing but this conversation."""
     empty, before, unread = not session.cache.seen, held(session), session._unread
@@ -70,11 +34,14 @@ def goes_on(session: Any) -> None:
     assert session.turn.finish_reason == "length"
     assert session.notice is None
     if empty:
-        assert held(session).startswith(whole(session, session.messages[:-1]))
+        messages = [*system_message(session.system), *session.messages[:-1]]
+        ids = session.encode(render(session.runtime.tokenizer, messages))
+        assert session.read[: len(ids)] == ids
     else:
         assert held(session).startswith(before)
         assert session.read[seen : seen + len(unread)] == unread
-    sound(session)
+    assert session.read_ids == session.read[: session.cache.seen]
+    sound(session, session.runtime)
 
 
 def test_a_message_stopped_while_all_is_read_anew_for_it_is_taken_back(runtime):
@@ -86,8 +53,10 @@ def test_a_message_stopped_while_all_is_read_anew_for_it_is_taken_back(runtime):
         list(session.send(LONG))
         before = copy.deepcopy(session.messages)
         session.set_generation(template_options={"enable_thinking": False})
-        stopping(session, 1)
-        interrupted(lambda: session.send("More."))
+        session.on_block = lambda *_: signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            list(session.send("More."))
+        session.on_block = None
         assert (session.messages, session.cache.seen) == (before, 0)
         assert session.notice.startswith("the message was not read and is taken back; ")
         assert "read again" in session.notice
@@ -145,7 +114,7 @@ def test_ctrl_c_at_any_line_of_a_session_leaves_a_conversation(runtime):
         assert count > 50
         for stop in range(1, count, 1 if isinstance(runtime, ToyEngine) else 5):
             session = run(action)
-            sound(session)
+            sound(session, runtime)
             stop = 0
             goes_on(session)
 
@@ -204,7 +173,7 @@ def test_an_answer_that_nobody_reads_on_ends_where_another_begins(runtime):
     list(session.send("Two."))
     assert list(first) == []
     assert [m["content"] for m in session.messages[:3]] == ["One.", said, "Two."]
-    sound(session)
+    sound(session, runtime)
     third = session.send("Three.")
     next(third)
     session.clear()

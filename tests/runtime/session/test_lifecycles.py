@@ -7,7 +7,6 @@ here. A life ends with all memory freed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -26,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hypothesis.stateful import run_state_machine_as_test as lived
 from tools import runtime_of as around
 from tools import tiny_decoder
-from toy_engine import ToyEngine
+from toy_engine import ToyEngine, sound
 from transformers import AutoTokenizer
 
 import kvcap
@@ -400,26 +399,6 @@ def holds(session: Session) -> Any:
         [sorted(head.tolist()) for head in layer.heads] for layer in session.cache.kept_tokens()
     ]
     return kept, session.cache.seen, session.read_ids, session.conversation
-
-
-def sound(session: Session, runtime: Any) -> None:
-    """Assert what is true of any session in which no answer is being written."""
-    cache, stats = session.cache, session.stats
-    roles = [message["role"] for message in session.messages]
-    assert roles == ["user", "assistant"] * (len(roles) // 2)
-    assert getattr(cache, "consistent", True)
-    assert cache.seen or cache.unread is None
-    assert stats.bytes <= stats.peak_bytes == cache.nbytes <= stats.cap_bytes == runtime.cap_bytes
-    assert stats.held_tokens <= runtime.plan.budget_tokens
-    assert stats.held_tokens + stats.waiting_tokens + stats.evicted_tokens == stats.seen_tokens
-    json.dumps(session.conversation)
-    json.dumps(stats.as_dict())
-    pinned = {i for start, stop in cache.pinned_spans for i in range(start, min(stop, cache.seen))}
-    for layer in cache.kept_tokens():
-        for head in layer.heads:
-            assert len({*head.tolist()}) == len(head)
-            assert {*head.tolist()} <= {*range(cache.seen)}
-            assert isinstance(runtime, ToyEngine) or pinned <= {*head.tolist()}
 
 
 def lives_of(folder: Path, *runtimes: Any, alive: Alive | None = None) -> type[Life]:
