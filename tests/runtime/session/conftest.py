@@ -6,10 +6,14 @@ from typing import Any
 
 import make
 import pytest
+from chat_templates import with_template
 from toy_engine import BACKENDS
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(params=BACKENDS)
 def runtime(request: pytest.FixtureRequest, chat_model: str) -> Any:
-    """Return a runtime of as many slots as the test file's `SLOTS`."""
-    return make.engine(request.param, chat_model, getattr(request.module, "SLOTS", 64))
+    """Return a runtime of the test file's `SLOTS`, whose tokenizer has its `TEMPLATE`, if any."""
+    found = make.engine(request.param, chat_model, getattr(request.module, "SLOTS", 64))
+    if template := getattr(request.module, "TEMPLATE", None):
+        found.tokenizer = with_template(found.tokenizer, template)
+    return found

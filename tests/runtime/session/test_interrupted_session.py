@@ -46,24 +46,20 @@ def goes_on(session: Any) -> None:
 
 def test_a_message_stopped_while_all_is_read_anew_for_it_is_taken_back(runtime):
     """It needs another beginning, as with other options of the chat template."""
-    plain = runtime.tokenizer
-    runtime.tokenizer = with_template(plain, THINKING["system"])
-    try:
-        session = session_of(runtime)
-        list(session.send(LONG))
-        before = copy.deepcopy(session.messages)
-        session.set_generation(template_options={"enable_thinking": False})
-        session.on_block = lambda *_: signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            list(session.send("More."))
-        session.on_block = None
-        assert (session.messages, session.cache.seen) == (before, 0)
-        assert session.notice.startswith("the message was not read and is taken back; ")
-        assert "read again" in session.notice
-        session.set_generation(template_options=None)
-        goes_on(session)
-    finally:
-        runtime.tokenizer = plain
+    runtime.tokenizer = with_template(runtime.tokenizer, THINKING["system"])
+    session = session_of(runtime)
+    list(session.send(LONG))
+    before = copy.deepcopy(session.messages)
+    session.set_generation(template_options={"enable_thinking": False})
+    session.on_block = lambda *_: signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        list(session.send("More."))
+    session.on_block = None
+    assert (session.messages, session.cache.seen) == (before, 0)
+    assert session.notice.startswith("the message was not read and is taken back; ")
+    assert "read again" in session.notice
+    session.set_generation(template_options=None)
+    goes_on(session)
 
 
 @pytest.mark.parametrize(("unread", "since", "left"), [([7], 0, [7]), ([7], 5, []), ([], 3, [])])

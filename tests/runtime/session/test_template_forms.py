@@ -8,7 +8,7 @@ import pytest
 from chat_templates import PARTS, PLAIN, THINKING, TOOLS, with_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_engine import BACKENDS, ToyEngine, held, session_of, tiny
+from toy_engine import ToyEngine, held, session_of
 from transformers import AutoTokenizer
 
 from kvcap import pocket
@@ -18,6 +18,7 @@ from kvcap.runtime.session.messages import render, render_turn
 from kvcap.runtime.session.template_forms import without_default
 from kvcap.runtime.session.told_tools import told
 
+SLOTS = 400
 TEMPLATES = PLAIN | PARTS | THINKING | TOOLS
 TOKENIZER = AutoTokenizer.from_pretrained(pocket.path())
 SYSTEM = {"role": "system", "content": "Be kind."}
@@ -66,11 +67,7 @@ def test_conversations_are_written_as_transformers_writes_them(system, turns, la
 
 
 @pytest.mark.parametrize("name", sorted(PLAIN | PARTS))
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_sessions_read_what_the_user_says(backend, name, chat_model):
-    runtime: Any = ToyEngine(400)
-    if backend == "torch":
-        runtime = tiny(chat_model).with_budget(400)
+def test_sessions_read_what_the_user_says(runtime, name):
     runtime.tokenizer = with_template(runtime.tokenizer, TEMPLATES[name])
     session = session_of(runtime)
     asked = {"role": "user", "content": "Who are you?"}

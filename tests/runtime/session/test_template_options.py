@@ -6,22 +6,17 @@ from typing import Any
 
 import pytest
 from chat_templates import NO_THOUGHTS, PARTS, PLAIN, THINKING, with_template
-from make import engine
-from toy_engine import BACKENDS, held, session_of, tiny
+from toy_engine import held, session_of, tiny
 from transformers import AutoTokenizer
 
 import kvcap
 from kvcap import pocket
 from kvcap.runtime.errors import ChatTemplateMissing, MessagesInvalid
 
+SLOTS = 400
 TOKENIZER = AutoTokenizer.from_pretrained(pocket.path())
 OFF = {"enable_thinking": False}
 FORM = "4821"
-
-
-@pytest.fixture(params=BACKENDS)
-def runtime(request, chat_model):
-    return engine(request.param, chat_model, 400)
 
 
 def session_with(runtime: Any, name: str) -> Any:

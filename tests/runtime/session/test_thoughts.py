@@ -6,24 +6,17 @@ from typing import Any
 
 import pytest
 import tiny_chat
-from chat_templates import THINKING, with_template
-from make import engine
+from chat_templates import THINKING
 from region_checks import BUDGET, check_regions
-from toy_engine import BACKENDS, ToyEngine, session_of
+from toy_engine import ToyEngine, session_of
 
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.session.batch import Batch
 from kvcap.runtime.session.encoding import encode_with
 from kvcap.runtime.session.thoughts import Thoughts
 
+TEMPLATE = THINKING["opens"]
 CLOSING = "\n</think>\n\n"
-
-
-@pytest.fixture(params=BACKENDS)
-def runtime(request, chat_model):
-    found = engine(request.param, chat_model, 64)
-    found.tokenizer = with_template(found.tokenizer, THINKING["opens"])
-    return found
 
 
 def answer_tokens(session: Any) -> list[int]:

@@ -10,8 +10,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 from chat_templates import PARTS, PLAIN, THINKING, TOOLS, with_template
-from make import engine
-from toy_engine import BACKENDS, held, session_of, tiny
+from toy_engine import held, session_of, tiny
 
 import kvcap
 from kvcap import pocket
@@ -27,6 +26,7 @@ from kvcap.runtime.session.tool_calls import (
     schema_of_call,
 )
 
+SLOTS = 400
 POCKET_TOOLS = Path(__file__).parents[3] / "scripts/pocket-tools.jinja"
 ADD = {
     "type": "function",
@@ -40,14 +40,6 @@ TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": 
 TEMPLATE = TOOLS["own turn"]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 CALLED = ToolCall("add", {"a": 1})
-
-
-@pytest.fixture(params=BACKENDS)
-def runtime(request, chat_model):
-    found = engine(request.param, chat_model, 400)
-    found.tokenizer = copy.deepcopy(found.tokenizer)
-    found.tokenizer.chat_template = TEMPLATE
-    return found
 
 
 def test_tools_are_read_once_and_their_results_behind_the_answer(runtime):

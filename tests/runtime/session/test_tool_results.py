@@ -9,8 +9,7 @@ import pytest
 from chat_templates import TOOLS, with_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from make import engine
-from toy_engine import BACKENDS, held, session_of, tiny
+from toy_engine import held, session_of, tiny
 from transformers import AutoTokenizer
 
 import kvcap
@@ -24,16 +23,12 @@ from kvcap.runtime.session.messages import (
 )
 from kvcap.runtime.session.tool_calls import Parsed, ToolCall
 
+SLOTS = 600
 TOKENIZER = AutoTokenizer.from_pretrained(pocket.path())
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 ASKED = {"role": "user", "content": "What is 1 and 1?"}
 WITHIN_A_TURN = ("own turn", "ids")
 LEFT_OUT = TOOLS["own turn"].replace("{{ m.content }}</tool_response>", "</tool_response>")
-
-
-@pytest.fixture(params=BACKENDS)
-def runtime(request, chat_model):
-    return engine(request.param, chat_model, 600)
 
 
 def reference(template: str, messages: list[dict[str, Any]]) -> str:
