@@ -112,7 +112,7 @@ def parsed_text(text: str, raw: str, tools: Sequence[Tool] = ()) -> Parsed:
 
     >>> call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     >>> parsed_text(call, call)
-    Parsed(content='', tool_calls=(ToolCall(name='add', arguments={'a': 1}, id=''),))
+    Parsed(content='', tool_calls=(ToolCall(name='add', arguments={'a': 1}, id='', cut=None),))
 
     Args:
         text: the answer.

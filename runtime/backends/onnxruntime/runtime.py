@@ -82,8 +82,8 @@ class OrtRuntime(ArrayEngine):
         session = Graph(self.manifest.embeddings, threads=1).session
 
         def rows(ids: Sequence[int]) -> Vectors:
-            (found,) = session.run(None, {"input_ids": np.array([ids], np.int64)})
-            return found[0].astype(np.float32)  # type: ignore[no-any-return]
+            (vectors,) = session.run(None, {"input_ids": np.array([ids], np.int64)})
+            return vectors[0].astype(np.float32)  # type: ignore[no-any-return]
 
         encode = partial(encode_with, self.tokenizer, follows=True)
         return Meaning(rows, encode, self.vocabulary)
