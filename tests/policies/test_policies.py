@@ -135,28 +135,6 @@ def broken(**members: Any) -> Policy:
     return type("Broken", (Policy,), good | members)()
 
 
-@pytest.mark.parametrize(
-    ("members", "why"),
-    [
-        ({"score": lambda self, obs: obs.positions.float()[..., :5]}, "of shape"),
-        ({"score": lambda self, obs: obs.positions.float().mean(1, keepdim=True)}, "of shape"),
-        ({"score": lambda self, obs: torch.log(-obs.positions.float())}, "not finite"),
-        ({"score": lambda self, obs: obs.positions}, "int32"),
-        ({"observes": frozenset({"key"})}, "observes"),
-        ({"state": {"age": torch.int32}}, "update gave"),
-    ],
-)
-def test_a_broken_policy_is_reported_by_its_name(members, why):
-    keeps_its_contract(broken())
-    with pytest.raises(AssertionError, match=f"Broken.*{why}"):
-        keeps_its_contract(broken(**members))
-
-
-def test_what_was_not_declared_is_not_there():
-    with pytest.raises(AttributeError):
-        keeps_its_contract(broken(score=lambda self, obs: obs.keys.sum(-1)))
-
-
 def test_scores_of_another_shape_are_refused():
     eviction = Eviction(broken(score=lambda self, obs: obs.positions.float()[:, :1]), name="mine")
     with pytest.raises(PolicyError, match=r"mine: score gave \[2, 1, 23\]; .* \[2, 2, 23\]"):
