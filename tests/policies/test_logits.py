@@ -25,5 +25,5 @@ def test_kernels_leave_or_refuse_what_they_do_not_know(monkeypatch):
         assert not takes_slots(*given, obs.rule)
         torch.testing.assert_close(attend(*given, obs.rule), expected)
         torch.testing.assert_close(kernels.score(policy, obs), policy.score(obs))
-        with pytest.raises(UnsupportedModel, match="not know softcap.*KVCAP_KERNELS=eager"):
+        with pytest.raises(UnsupportedModel, match=r"not know softcap.*KVCAP_KERNELS=eager"):
             attend_rows(*given, Rows(obs.positions, obs.positions, 0), obs.rule)
