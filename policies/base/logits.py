@@ -31,7 +31,7 @@ class Logits(NamedTuple):
     @property
     def linear(self) -> bool:
         """Return whether logits are products times the scale, as torch's fused attention has it."""
-        return self.softcap is None and not self.further
+        return self.softcap is None and not (FURTHER and self.further)
 
     def of(self, products: Tensor) -> Tensor:
         """Return the logits of products, each by itself."""
