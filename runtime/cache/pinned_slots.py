@@ -19,13 +19,13 @@ def merged(spans: Iterable[Span]) -> list[Span]:
     >>> merged([(8, 9), (2, 6), (0, 4), (5, 5)])
     [(0, 6), (8, 9)]
     """
-    found: list[Span] = []
+    joined: list[Span] = []
     for start, stop in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
         elif start < stop:
-            found.append((start, stop))
-    return found
+            joined.append((start, stop))
+    return joined
 
 
 def clipped(spans: Iterable[Span], seen: int) -> list[Span]:

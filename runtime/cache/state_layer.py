@@ -78,8 +78,8 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         if not self.named:
             self.allocate(len(conv_states), conv_states.dtype, conv_states.device)
             self._written = self._versions()
-        found: Tensor = super().update_conv_state(conv_states, state_idx, conv_kernel_size)
-        return found
+        inputs: Tensor = super().update_conv_state(conv_states, state_idx, conv_kernel_size)
+        return inputs
 
     def fill(self, states: Mapping[str, Tensor], seen: int) -> None:
         """Copy these states, which are those after `seen` tokens."""

@@ -62,7 +62,7 @@ def may_answer(question: str, texts: Sequence[str]) -> list[bool]:
     >>> may_answer("When do we leave?", ("On Monday.", "By train."))
     [True, False]
     """
-    forms = [form for asked, form in SOUGHT if re.search(asked, question.lower())]
+    forms = [form for pattern, form in SOUGHT if re.search(pattern, question.lower())]
     return [any(re.search(form, text) for form in forms) for text in texts]
 
 

@@ -91,14 +91,14 @@ class Meaning:
         vocabulary = sorted(set(chain(question_words, *words_by_text)))
         index_of = {word: i for i, word in enumerate(vocabulary)}
         having = Counter(chain.from_iterable(map(set, words_by_text)))
-        asked = [index_of[word] for word in question_words]
+        rows = [index_of[word] for word in question_words]
         vectors, rare = self._words(vocabulary)
-        weights = rare[asked] * [rarity(having[word], len(texts)) for word in question_words]
-        translated = np.exp(vectors[asked] @ vectors.T / SHARPNESS)  # [question's words, all]
+        weights = rare[rows] * [rarity(having[word], len(texts)) for word in question_words]
+        translated = np.exp(vectors[rows] @ vectors.T / SHARPNESS)  # [question's words, all]
         for i, words in enumerate(words_by_text):
             if words:
-                found = translated[:, [index_of[word] for word in words]].mean(1)
-                near[i] = SHARPNESS * (weights @ np.log(found)) / weights.sum()
+                nearness = translated[:, [index_of[word] for word in words]].mean(1)
+                near[i] = SHARPNESS * (weights @ np.log(nearness)) / weights.sum()
         near[may_answer(question, texts)] += SOUGHT * near.std()
         return near
 

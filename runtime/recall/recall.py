@@ -173,9 +173,9 @@ class Recall:
             kept: what the cache holds; where that is everything, or these passages are the newest
                 text, there are none; None: all count.
         """
-        return self._found(question, ids, kept)[0]
+        return self._find(question, ids, kept)[0]
 
-    def _found(
+    def _find(
         self, question: str, ids: Sequence[int], kept: Sequence[KeptTokens] | None
     ) -> tuple[list[Passage], bool]:
         """Return what `find` does, and whether some of it is found by meaning."""
@@ -269,9 +269,9 @@ class Recall:
             at: where the returned tokens will stand among all that was read.
         """
         chosen, tokens = list[Passage](), list[int]()
-        found, by_meaning = self._found(self._text(question), ids, kept)
+        passages, by_meaning = self._find(self._text(question), ids, kept)
         before, between, after = FRAME_OF_MEANT if by_meaning else FRAME
-        for passage in found:
+        for passage in passages:
             # Of facts that contradict each other the newest is read last; else the likeliest one.
             more = [passage, *chosen] if by_meaning else sorted([*chosen, passage])
             written = self._encode(before + between.join(x.text.strip() for x in more) + after)

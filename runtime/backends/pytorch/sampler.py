@@ -126,8 +126,8 @@ class Sampler:
         if self.biases:
             tokens, more = (_sent(x, logits.device) for x in self.biases)
             scores = scores.index_add(-1, tokens, more.expand(len(scores), -1))
-        if found := penalties(self.config, said):
-            both = torch.tensor([*found]), torch.tensor([*found.values()])
+        if penalty_of := penalties(self.config, said):
+            both = torch.tensor([*penalty_of]), torch.tensor([*penalty_of.values()])
             tokens, less = (_sent(x, logits.device) for x in both)
             scores = scores.index_add(-1, tokens, -less.expand(len(scores), -1))
         scores = self.repetition(history, scores)

@@ -139,21 +139,21 @@ def _corrupt_if_wrong(file: SessionFile) -> Iterator[None]:
         raise file.corrupt(f"what it says cannot be ({error!r})") from error
 
 
-def with_saved_sinks(facts: Any, cache: BudgetCache, asked: Eviction) -> Eviction:
+def with_saved_sinks(facts: Any, cache: BudgetCache, requested: Eviction) -> Eviction:
     """Return the eviction under which a saved session goes on, in a cache of this one's sizes.
 
     It pins as many first tokens as it was saved with, unless a number was `asked` for: more pins
     would not bring evicted tokens back. It pins fewer if a smaller budget does not hold them, and
     the usual number under another policy.
     """
-    if asked.sink_tokens is not None:
-        return asked
+    if requested.sink_tokens is not None:
+        return requested
     layout = cache.layout
     sizes = layout.budget_tokens, len(layout.shape.capped), layout.shape.kv_heads
     count = facts["parts"].get("pins", [0])[0]
     if type(count) is not int:
         raise ValueError(f"first tokens that are pinned: {count!r}")
-    wanted = asked.with_sinks(*sizes)
+    wanted = requested.with_sinks(*sizes)
     as_saved = replace(wanted, sink_tokens=count)
     if parts(as_saved) == _with_defaults(facts["parts"], as_saved):
         numbers = range(min(count, sizes[0]), -1, -1)
@@ -216,13 +216,13 @@ def parts(eviction: Eviction) -> dict[str, Any]:
 
 def _with_defaults(saved: dict[str, Any], eviction: Eviction) -> dict[str, Any]:
     """Return saved parts, with defaults for options that the file's version did not have."""
-    found = dict(saved)
+    completed = dict(saved)
     for slot, part in _components(eviction).items():
         kind, options = saved.get(slot) or (None, dict[str, Any]())
         if kind == parts(eviction)[slot][0]:
             defaults = {f.name: f.default for f in fields(part) if f.name not in options}
-            found[slot] = [kind, _placeless(part, {**options, **defaults})]
-    return found
+            completed[slot] = [kind, _placeless(part, {**options, **defaults})]
+    return completed
 
 
 def _placeless(part: Component, options: dict[str, Any]) -> dict[str, Any]:
