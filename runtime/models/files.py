@@ -59,7 +59,7 @@ from kvcap.runtime.models.names import ADAPTER, holds_adapter
 from kvcap.runtime.models.packed import pack
 from kvcap.runtime.models.quantised import UNPACKED, check_packages, quantisation, unpacking
 from kvcap.runtime.models.rope import rope_of
-from kvcap.runtime.models.splits import split_as_named
+from kvcap.runtime.models.splits import check_words, split_as_named
 from kvcap.runtime.models.weights import download, read_headers, refuse_misfits, untie, weigh
 from kvcap.runtime.models.wrappers import NAMES, is_wrapper, text_config
 from kvcap.runtime.types import ATTENTION, NEUTRAL
@@ -245,6 +245,7 @@ def load_tokenizer(where: str) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
         if options:
             tokenizer = split_as_named(where, tokenizer)
+            check_words(where, tokenizer)
         return_freed()  # reading 262,144 tokens takes 200 MB meanwhile
         if not tokenizer("Hello", add_special_tokens=False).input_ids:
             raise ValueError("its vocabulary has no letters")

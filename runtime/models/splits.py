@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
 from tokenizers import Regex, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
@@ -89,6 +90,7 @@ OPENED = {*KINDS[0][0].split(), "tekken"}
 """Lists tokenizers that set a token before a text, unless the file says that they do not."""
 WHOLE = {*OPENED, "minicpm5"}
 """Lists tokenizers by which a piece that is a token stays one, however merges go."""
+FEW, TRIED = 32, 256  # words of a vocabulary that say nothing; that are tried
 
 
 def split_as_named(where: str, tokenizer: Any) -> Any:
@@ -117,13 +119,43 @@ def split_as_named(where: str, tokenizer: Any) -> Any:
     backend.pre_tokenizer = splitter(name)
     backend.model.ignore_merges = name in WHOLE
     first = tokenizer.bos_token
-    if name in OPENED and first and gguf.value("tokenizer.ggml.add_bos_token") is None:
-        backend.post_processor = TemplateProcessing(
-            single=f"{first} $A",
-            pair=f"{first} $A {first}:1 $B:1",
-            special_tokens=[(first, tokenizer.bos_token_id)],
-        )
+    if first and not gguf.value("tokenizer.ggml.add_bos_token", name in OPENED):
+        first = None  # older transformers write it before the text of any model
+    opening = f"{first} " if first else ""
+    backend.post_processor = TemplateProcessing(
+        single=f"{opening}$A",
+        pair=f"{opening}$A {opening and f'{first}:1 '}$B:1",
+        special_tokens=[(first, tokenizer.bos_token_id)] if first else [],
+    )
     return tokenizer
+
+
+def check_words(where: str, tokenizer: Any) -> None:
+    """Refuse a tokenizer that cuts up the words of its own vocabulary.
+
+    Transformers' own of some versions lose the merges of a file (5.17 those of Gemma 3): the model
+    then reads pieces that it was not trained on, and answers worse without a sign of it.
+
+    Raises:
+        UnsupportedModel: most of these words become several tokens.
+    """
+    words = [
+        (token, piece[1:])
+        for piece, token in sorted(tokenizer.get_vocab().items())
+        if len(piece) > 3 and piece[0] in "▁Ġ" and piece[1:].isascii() and piece[1:].isalpha()
+    ]
+    tried = words[:: -(-len(words) // TRIED) or 1]
+    cut = [
+        word
+        for token, word in tried
+        if tokenizer(f"I {word}", add_special_tokens=False).input_ids[-1] != token
+    ]
+    if len(words) >= FEW and len(cut) > len(tried) / 2:
+        raise UnsupportedModel(
+            f"transformers {transformers.__version__} cuts up words that are tokens of {where!r}, "
+            f"such as {cut[0]!r}, so that the model would read others than it was trained on; run "
+            "the file by llama.cpp (--backend llamacpp), or update transformers"
+        )
 
 
 def splitter(name: str) -> Any:

@@ -15,8 +15,14 @@ import onnx
 import pytest
 import torch
 from make import argv
-from tokenizers import Regex, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging
 
 from kvcap import BudgetCache, Runtime, pocket
@@ -25,6 +31,7 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.errors import ExtraMissing, ModelFilesBroken, PlanInfeasible, UnsupportedModel
 from kvcap.runtime.models import gguf as gguf_files
 from kvcap.runtime.models.files import encode, load_config, load_model, load_packed, load_tokenizer
+from kvcap.runtime.models.splits import check_words
 from kvcap.runtime.models.weights import held_weights, read_headers, weigh
 from kvcap.runtime.session.settings import end_tokens
 
@@ -540,3 +547,21 @@ def test_the_missing_package_is_named_before_anything_is_loaded(
         read(str(path))
     assert run(["chat", str(path), "--backend", "torch"]) == 1
     assert "'.[gguf]'" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_cuts_up_its_own_words_is_refused():
+    """Transformers 5.17 makes such a one of Gemma 3's files."""
+    words = ["▁" + a + b + a for a in "abcdefg" for b in "hijklmn"]
+    pieces = ["▁", *"abcdefghijklmnI", *words]
+
+    def made(whole: bool) -> PreTrainedTokenizerFast:
+        vocabulary = {piece: token for token, piece in enumerate(pieces)}
+        backend = Tokenizer(models.BPE(vocabulary, [], ignore_merges=whole))
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+        return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+    check_words("model.gguf", made(whole=True))
+    with pytest.raises(
+        UnsupportedModel, match=r"cuts up words .* such as 'aha'.*--backend llamacpp"
+    ):
+        check_words("model.gguf", made(whole=False))
