@@ -85,7 +85,8 @@ A refused model is never run uncapped.
 and compressed-tensors are unpacked when they are loaded, and planned so (`pip install \
 '.[quantised]'`) |
 | GGUF files | all that [llama.cpp's library](llamacpp.md) reads; with `--backend torch` those of \
-the families above that transformers maps, unpacked |
+the families above that transformers maps, unpacked. A tokenizer that cuts up the words of its own \
+vocabulary is refused, as transformers 5.17 makes of Gemma 3's files |
 | files | safetensors and GGUF only; pickles and a model's own code are refused by name |
 | adapters (`adapter_config.json`) | not applied, with a warning, if they lie beside a model's \
 weights; refused if they lie alone. Merge an adapter once, by peft's `merge_and_unload` |

@@ -54,7 +54,7 @@ def test_they_are_small_together() -> None:
 
 def test_pocket_plain_recalls_what_it_is_told() -> None:
     model, tokenizer = loaded("pocket-plain")
-    talk, scored = evaluate.told(Random(0), 512)
+    talk, scored = evaluate.stated(Random(0), 512)
     text = "".join(vocabulary.render(talk))
     ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
     with torch.no_grad():
