@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,20 @@ CHROMIUM = os.environ.get("KVCAP_CHROMIUM") or shutil.which("chromium")
 def engine(backend: str, model: str, slots: int = 64) -> Any:
     """Return a runtime of a backend: the folder's random model by `torch`, or toys by `numpy`."""
     return ToyEngine(slots) if backend == "numpy" else tiny(model).with_budget(slots)
+
+
+def saved_model(path: Path) -> Path:
+    """Save a random Llama model with pocket's tokenizer into a folder; return the folder."""
+    from conftest import tiny_model
+    from transformers import AutoTokenizer
+
+    from kvcap import pocket
+
+    tokenizer = AutoTokenizer.from_pretrained(pocket.path())
+    sizes = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    tiny_model("llama", **sizes).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
 
 
 def argv(line: str, *values: Any) -> list[str]:

@@ -490,7 +490,7 @@ def test_the_name_is_known_wherever_kvcap_is_imported() -> None:
 
 @harness
 def test_sets_of_longbench_are_asked_as_the_page_says():
-    """Those of the first row of docs/lm-eval.md as `kvcap eval` asks them, and no others."""
+    """Sets of the first row of docs/lm-eval.md are asked as `kvcap eval` does, and no others."""
     import lm_eval
     import yaml
     from jinja2 import Template

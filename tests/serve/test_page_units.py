@@ -94,7 +94,7 @@ def test_no_text_becomes_markup_or_leads_elsewhere():
 
 
 def test_what_repeats_without_end_is_read():
-    """In time that grows with its length, not with its square."""
+    """The time to read a text grows with its length, not with its square."""
     letters = ("*", "_", "`", "[", "![", "> ", "- ", "<", "\\", "*a_", "[a](", "|", "#", "~~a")
     texts = [x for one in letters for x in (one * (30_000 // len(one)), f"{one}\n" * 3000)]
     assert all("end" in made for made in units(*(("drawn", f"{text}\n\nend") for text in texts)))

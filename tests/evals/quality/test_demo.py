@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import tiny_gguf
 from click.testing import CliRunner
-from conftest import tiny_model
 from llama_reference import needs_library
-from transformers import AutoTokenizer
+from make import saved_model
 
 from kvcap import pocket
 from kvcap.cli import application
@@ -32,12 +31,7 @@ needs_pocket = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = AutoTokenizer.from_pretrained(pocket.path())
-    size, end = len(tokenizer), tokenizer.eos_token_id
-    tiny_model("llama", vocab_size=size, eos_token_id=end).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return saved_model(tmp_path_factory.mktemp("model"))
 
 
 def printed(*args: str) -> Any:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny_model
-from transformers import AutoTokenizer
+from make import saved_model
 
-from kvcap import cli, pocket
+from kvcap import cli
 from kvcap.lab.quality import agreement
 from kvcap.lab.quality import sweep as runner
 from kvcap.lab.quality.cells import Cell, add_cell, mend, read_cells
@@ -69,12 +68,7 @@ for point in sys.argv[3:]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = AutoTokenizer.from_pretrained(pocket.path())
-    size, end = len(tokenizer), tokenizer.eos_token_id
-    tiny_model("llama", vocab_size=size, eos_token_id=end).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return saved_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

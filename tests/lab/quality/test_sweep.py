@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_config, tiny_model
+from make import saved_model
 from transformers import AutoTokenizer
 
 from kvcap import cli, pocket
@@ -44,12 +45,8 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    size, end = len(tokenizer), tokenizer.eos_token_id
-    tiny_model("llama", vocab_size=size, eos_token_id=end).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

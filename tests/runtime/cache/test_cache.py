@@ -215,7 +215,7 @@ def test_a_gradient_is_refused_rather_than_wrong(tokens):
     ("gemma3_text", "compact", 3),
 ]))  # fmt: skip
 def test_a_block_finds_room_beside_them(policy, family, positions, waiting):
-    """As in a second generate() under evict_every: read as by the loop, which cuts it to fit."""
+    """A second generate() under evict_every reads a block as the loop does, cut to fit."""
     ids, model = torch.arange(3, 63)[None], tiny_model(family)  # none twice, whose norms would tie
     given = {"positions": positions, "evict_every": 4}
     plain, other = (

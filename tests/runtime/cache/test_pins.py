@@ -79,7 +79,7 @@ def test_covered():
 
 
 def test_a_session_with_pins_and_a_smaller_budget(chat_model, tmp_path):
-    """What is pinned in sessions: `tests/runtime/session/test_lifecycles.py`."""
+    """A session keeps its pins under less; test_lifecycles.py tests pins of all its acts."""
     session = session_of(tiny(chat_model))
     list(session.send("The door is blue and the key is under the third stone.", pin=True))
     for _ in range(4):

@@ -172,7 +172,7 @@ def test_tuning_takes_it_by_its_name(standing_in: Path) -> None:
 
 @needs_library
 def test_where_torch_is_missing_every_command_says_how_to_install_it(tmp_path: Path) -> None:
-    """As in the environment that `make chat` makes."""
+    """`make chat` makes an environment without torch."""
     file = str(tiny_gguf.written(tmp_path))
     lines = (
         ["chat", "pocket"], ["demo"], ["chat", file, "--policy", "keydiff"], ["models"],

@@ -318,7 +318,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.other.cache.seen == self.other.cache.held > 0 and self.saves())
     @rule()
     def is_as_one_that_read_it_at_once(self) -> None:
-        """Where all fits, the logits are those of a fresh cache; and a copy goes on by itself."""
+        """Logits are those of a fresh cache where all fits; and a copy goes on by itself."""
         fresh, copy = self.runtime.loop(), self.runtime.loop()
         ids = torch.tensor([self.other.read_ids])
         fresh.prefill(ids)

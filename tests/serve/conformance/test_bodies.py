@@ -1,4 +1,4 @@
-"""What bodies of every API ask for, what in them asks for nothing, and what is refused by name."""
+"""Bodies of every API get what they ask for; some fields ask for nothing, others are refused."""
 
 from __future__ import annotations
 
