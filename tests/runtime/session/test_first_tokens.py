@@ -6,19 +6,15 @@ texts here are such that KeyDiff evicts some of them where no sinks are pinned.
 
 from __future__ import annotations
 
-import io
-import sys
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import tiny_chat
 from chat_templates import PLAIN, with_template
-from make import argv
 from tools import first_kept, tiny_decoder
 
 from kvcap import Runtime
-from kvcap.cli import run
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime, PolicyRequest
 from kvcap.runtime.cli.chat import Chat
 from kvcap.runtime.cli.options import Output
@@ -104,41 +100,3 @@ def test_a_template_without_bos_keeps_its_opening(sinks, runtimes):
     session = say(session_of(runtime, SYSTEM if sinks is None else None))
     assert session.read_ids[0] != runtime.tokenizer.bos_token_id
     assert first_kept(session) == (sinks is None)
-
-
-@pytest.mark.parametrize("sinks", [None, 0])
-def test_a_text_without_a_template_keeps_its_first_tokens(sinks, runtimes):
-    session = session_of(runtimes("torch", sinks), None)
-    list(session.complete(OTHERS))
-    rows = [head for layer in session.cache.kept_tokens() for head in layer.heads]
-    assert session.read_ids[:4] == session.encode(OTHERS, special=True)[:4]
-    assert all({0, 1, 2, 3} <= set(row.tolist()) for row in rows) == (sinks is None)
-
-
-def test_conversations_that_are_answered_together_keep_theirs(runtimes):
-    """Two have the same system prompt, one has none; their rows are those of one cache."""
-    runtime = runtimes("torch", None)
-    sessions = [session_of(runtime), session_of(runtime), session_of(runtime, None)]
-    batch = runtime.batch(3)
-    for _ in range(2):
-        for number, session in enumerate(sessions):
-            batch.add(session, session.send(f"{LONG} {number}"))
-        list(batch)
-    for session in sessions:
-        session.fetch_cache()
-        assert first_kept(session)
-
-
-@pytest.mark.parametrize("command", ["generate", "chat"])
-def test_commands_keep_them(command, tmp_path, monkeypatch):
-    seen: list[Session] = []
-    plain = Session._begin
-    monkeypatch.setattr(Session, "_begin", lambda self, *a: (seen.append(self), plain(self, *a))[1])
-    prompt = [LONG] if command == "generate" else []
-    given = argv("--budget-tokens {} --block-size {} --max-new-tokens 3 -q", BUDGET, BLOCK)
-    folder = tiny_chat.save(tmp_path)
-    system = ["--system-prompt", SYSTEM]  # stays longer than other text, whatever the sinks
-    for more, stay in ((system, True), (["--sink-tokens", "0"], False)):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{LONG}\n"))
-        assert run([command, folder, *prompt, *given, *more]) == 0
-        assert first_kept(seen[-1]) == stay

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_tokenizers import Wrapped
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from toy_engine import ToyEngine, session_of, tiny
+from toy_engine import ToyEngine, session_of
 
 import kvcap
 from kvcap import pocket
@@ -558,21 +558,3 @@ def test_rows_of_a_batch_are_held_to_schemas_of_their_own():
     assert re.fullmatch("(ab|ba){2,30}", alone[2])
     assert alone[1][0] not in "{["
     assert "".join(one.text for one in several[3].logprobs) == alone[3]
-
-
-def test_a_saved_conversation_goes_on_under_its_schema(tmp_path, chat_model):
-    """`test_backend.py` has the same of ONNX Runtime."""
-    runtime = tiny(chat_model)
-    session = runtime.session(seed=5)
-    session.set_generation(
-        temperature=1.0, max_new_tokens=90, json_schema=TRICKY["tuple"], logprobs=2
-    )
-    check("".join(session.send("Hello!")), TRICKY["tuple"])
-    session.save(tmp_path / "talk")
-    resumed = kvcap.Session.load(runtime, tmp_path / "talk")
-    assert resumed.generation.json_schema == TRICKY["tuple"]
-    said = ["".join(one.send("And again?")) for one in (session, resumed)]
-    assert said[0] == said[1]
-    assert session.logprobs == resumed.logprobs
-    assert session.logprobs
-    check(said[0], TRICKY["tuple"])

@@ -54,7 +54,7 @@ WAYS: list[tuple[Any, ...]] = [
 # What a window, a store or a mean has of a conversation that is forgotten is not the next one's.
 HARD = [
     "send long", "clear", "send", "load", "send long", "undo", "load over", "send", "begin_anew",
-    "send", "load", "send_pinned", "regenerate", "load", "send",
+    "send", "load", "send_pinned", "regenerate", "load", "branch", "send",
 ]  # fmt: skip
 WINDOW = 12  # more queries than there are in a short message
 few = settings(

@@ -7,8 +7,7 @@ from make import FACT, QUESTION, WORDS, filler
 
 import kvcap
 from kvcap import Session
-from kvcap.runtime.errors import SessionFileCorrupt, SessionNotSaved
-from kvcap.runtime.session import file as session_file
+from kvcap.runtime.errors import SessionFileCorrupt
 
 BUDGET = 256
 
@@ -107,25 +106,6 @@ def test_words_of_two_messages_stay_two_words(runtime):
         say(session, text)
     (found,) = session.search("77")
     assert found.text == "The door is 77"
-
-
-@pytest.mark.parametrize("name", ["write", "fsync", "replace"])
-def test_a_conversation_that_cannot_be_saved_still_recalls(runtime, tmp_path, monkeypatch, name):
-    session = told(runtime)
-    session.save(tmp_path / "one")
-    before = (tmp_path / "one").read_bytes()
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(session_file.os, name, full)
-    with pytest.raises(SessionNotSaved, match="No space left"):
-        session.save(tmp_path / "one")
-    monkeypatch.undo()
-    assert (tmp_path / "one").read_bytes() == before
-    for one in (session, Session.load(runtime, tmp_path / "one")):
-        assert "7421" in say(one, QUESTION)
-        assert one.turn.recalled_tokens > 0
 
 
 def test_a_session_recalls_in_the_bytes_that_were_planned(runtime):

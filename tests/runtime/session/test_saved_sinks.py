@@ -12,7 +12,6 @@ from tools import runtime_of
 from toy_engine import session_of, tiny
 
 import kvcap
-from kvcap.runtime.errors import SessionFileForeign
 from kvcap.runtime.session.session import Session
 
 MODEL = tiny_model("llama")
@@ -67,17 +66,6 @@ def test_another_file_brings_its_own(tokens, tmp_path):
     saved(tmp_path, None, tokens)
     session.restore(tmp_path / "s")
     assert session.cache.sinks == 4
-
-
-def test_a_file_that_is_refused_changes_nothing(tokens, tmp_path):
-    saved(tmp_path, 0, tokens)
-    session = runtime(None, "h2o").session()
-    session.loop.prefill(tokens(40))
-    loop, held = session.loop, session.cache.held
-    with pytest.raises(SessionFileForeign, match="needs its own figures"):
-        session.restore(tmp_path / "s")
-    assert session.loop is loop
-    assert (session.cache.held, session.cache.sinks) == (held, 2)
 
 
 def test_sessions_of_both_kinds_are_answered_together(tmp_path, chat_model):

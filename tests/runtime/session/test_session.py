@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_tokenizers import Wrapped
 from tokenizers import Tokenizer, decoders, models
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvcap
 from kvcap.runtime.backends.pytorch.runtime import usual_every
-from kvcap.runtime.backends.pytorch.sampler import Sampler
 from kvcap.runtime.errors import TokenUnknown
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.session.decoding import TextStream
@@ -81,41 +80,6 @@ def test_figures_add_up(directory, every, spare):
     assert session.messages == []
 
 
-def test_turn_by_turn_equals_one_long_prompt(directory, tokenizer):
-    """While tokens fit, what the cache has read is what one prompt of the conversation reads."""
-    session = make(directory, budget=400)
-    session.system = "You are kind."
-    read = []
-    loop = session.loop
-    plain = loop.read
-    loop.read = lambda ids, **how: read.extend(ids[0].tolist()) or plain(ids, **how)
-    first = "".join(session.send("My name is Ada."))
-    "".join(session.send("What is my name?"))
-    messages = [{"role": "system", "content": "You are kind."}, *session.messages[:3]]
-    whole = tokenizer(render(tokenizer, messages), add_special_tokens=False)["input_ids"]
-    assert first
-    said = session.turn.completion_tokens - 1
-    text = tokenizer.decode(read[: len(read) - said])
-    assert text == tokenizer.decode(whole)
-    # and the logits are those of a fresh cache that reads the same tokens at once
-    fresh = session.runtime.session()
-    one = fresh.loop.prefill(torch.tensor([read]))
-    two = plain(torch.tensor([[5]]))
-    torch.testing.assert_close(fresh.loop.read(torch.tensor([[5]])), two, rtol=1e-4, atol=1e-4)
-    assert one.shape == two.shape
-
-
-def test_block_boundaries_that_coincide_give_the_same_after_evictions(directory):
-    """Two reads of whole blocks leave the same cache as one read of both."""
-    ids = torch.randint(3, 90, (1, 160))
-    one, two = make(directory), make(directory)
-    a = one.loop.prefill(ids)
-    two.loop.prefill(ids[:, :96])
-    b = two.loop.prefill(ids[:, 96:])
-    torch.testing.assert_close(a, b)
-    assert one.cache.seen == two.cache.seen == 160
-
-
 def test_ctrl_c_waits_for_the_block(directory):
     import os
     import signal
@@ -134,20 +98,6 @@ def test_ctrl_c_waits_for_the_block(directory):
     assert session._unread == []  # the token was read before Ctrl-C took effect
     with pytest.raises(KeyboardInterrupt), interrupts_deferred():
         os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_full_refuses_and_the_session_lives(directory):
-    session = make(directory, policy="full")
-    with pytest.raises(kvcap.KvcapError, match="never evicts"):
-        list(session.send("word " * 100))
-    assert session.messages == []
-    assert session.cache.seen == 0
-    "".join(session.send("Hi!"))
-    said = (piece for _ in range(9) for piece in session.send("Hi!"))
-    with pytest.raises(kvcap.KvcapError, match="never evicts"):
-        list(said)
-    assert session.cache.consistent
-    assert session.stats.held_tokens <= 64
 
 
 @pytest.mark.slow(keep=4)
@@ -188,42 +138,11 @@ def test_sampling_is_reproducible_and_greedy_is_the_maximum(directory):
     assert say(temperature=1.0, min_p=1.0, seed=5) == say(temperature=0.0)
 
 
-def test_a_repetition_penalty_looks_at_what_was_said():
-    config = GenerationConfig(repetition_penalty=10.0)
-    logits, said = torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[1, 1]])
-    assert Sampler(config, torch.Generator()).next(logits, said).tolist() == [2]
-    assert Sampler(GenerationConfig(), torch.Generator()).next(logits, said).tolist() == [1]
-
-
 def test_beams_are_refused(directory):
     session = make(directory)
     session.generation.num_beams = 4
     with pytest.raises(kvcap.KvcapError, match="num_beams=1"):
         list(session.send("Hello!"))
-
-
-def test_end_tokens_and_stop_strings_end_the_answer(directory, tokenizer):
-    session = make(directory)
-    said = "".join(session.send("Hello!"))
-    session.clear()
-    session.generation.stop_strings = [said[4:7]]
-    assert "".join(session.send("Hello!")) == said[: said.index(said[4:7])]
-    assert session.turn.finish_reason == "stop"
-    session.clear()
-    session.generation.stop_strings = None
-    first = session.encode(said)[0]
-    session.generation.eos_token_id = [first, tokenizer.eos_token_id]
-    ended = "".join(session.send("Hello!"))
-    assert session.turn.finish_reason == "stop"
-    assert len(ended) < len(said)
-
-
-def test_empty_prompts(directory):
-    session = make(directory)
-    for text in ("", "  \n"):
-        with pytest.raises(ValueError, match="empty"):
-            next(session.send(text))
-    assert session.messages == []
 
 
 def test_a_token_beyond_the_embedding_is_refused_before_it_is_read(directory, tokenizer):
@@ -239,15 +158,6 @@ def test_a_token_beyond_the_embedding_is_refused_before_it_is_read(directory, to
             assert f"embeddings of {size:,} tokens" in str(error.value)
         assert (session.cache.seen, session.messages) == (seen, messages)
         assert len("".join(session.send("Once upon a time"))) > 0
-
-
-def test_raw_completion_continues(directory):
-    session = make(directory)
-    "".join(session.complete("Once upon a time"))
-    seen = session.cache.seen
-    "".join(session.complete(" and then"))
-    assert session.cache.seen > seen
-    assert session.messages == []
 
 
 def test_other_policies_share_the_weights(directory):
@@ -323,11 +233,3 @@ def test_streamed_text_is_the_text_up_to_the_first_stop_string(text, stops, data
         assert text.startswith(shown)
         assert not any(stop in shown for stop in stops)
         assert any(text[len(shown) :].startswith(stop) for stop in stops)
-
-
-def test_multibyte_characters_stream_whole(tokenizer):
-    stream = TextStream(tokenizer)
-    ids = tokenizer("héllo 日本 🙂", add_special_tokens=False)["input_ids"]
-    pieces = [stream.put(i) for i in ids]
-    assert "".join(pieces) + stream.end() == "héllo 日本 🙂"
-    assert not any("�" in piece for piece in pieces)

@@ -12,7 +12,6 @@ import pytest
 from chat_templates import PARTS, PLAIN, THINKING, TOOLS, with_template
 from toy_engine import held, session_of, tiny
 
-import kvcap
 from kvcap import pocket
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.errors import MessagesInvalid
@@ -191,29 +190,6 @@ def test_what_an_answer_calls_is_parsed(runtime):
     assert session.parsed == (Parsed("", (CALLED,)) if known else Parsed(bare)).with_ids(
         (3, session.number)
     )
-
-
-def test_tools_are_saved(tmp_path, chat_model):
-    runtime = tiny(chat_model).with_budget(400)
-    runtime.tokenizer = copy.deepcopy(runtime.tokenizer)
-    runtime.tokenizer.chat_template = TEMPLATE
-    session = session_of(runtime)
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    said = [
-        {"role": "user", "content": "What is 1 and 1?"},
-        {"role": "assistant", "content": CALL, "tool_calls": [call]},
-        {"role": "tool", "content": "2", "tool_call_id": "x1"},
-    ]
-    list(session.send(said, tools=[ADD], pin=True))
-    session.save(tmp_path / "talk")
-    loaded = kvcap.Session.load(runtime, tmp_path / "talk")
-    assert (loaded.tools, loaded.messages) == (session.tools, session.messages)
-    assert loaded.pinned == {0, 1, 2}
-    assert loaded.parsed.content == session.messages[-1]["content"]
-    said = ["".join(one.send("And now?", tools=[ADD])) for one in (session, loaded)]
-    assert said[0] == said[1]
-    session.clear()
-    list(session.send("Hello!", tools=[]))
 
 
 FORMS = {

@@ -37,7 +37,6 @@ from kvcap.runtime.errors import (
     ModelFilesBroken,
     ModelNotFound,
     NotExportable,
-    PinsTooLarge,
     PlanInfeasible,
     SessionFileCorrupt,
     SessionFileForeign,
@@ -322,14 +321,6 @@ def test_memory_does_not_grow_with_the_conversation(exported):
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stdout) * 1024)
     assert peaks[1] - peaks[0] < 3 << 20
-
-
-@pytest.mark.slow
-def test_a_plan_is_what_is_allocated(exported):
-    runtime = OrtRuntime.from_directory(exported("compact", MOST))
-    assert (
-        runtime.loop().cache.nbytes == runtime.plan.cache_bytes == runtime.session().stats.cap_bytes
-    )
 
 
 def test_a_process_under_a_cap(tiny):
@@ -704,29 +695,6 @@ def test_answers_are_held_to_a_schema_and_say_how_likely_tokens_were(exported, t
         )
 
 
-@pytest.mark.slow
-def test_a_saved_conversation_goes_on_to_the_bit(exported, tmp_path):
-    runtime = OrtRuntime.from_directory(exported("compact", 48))
-    session = runtime.session("Be kind.", seed=5)
-    session.set_generation(max_new_tokens=12, temperature=0.8)
-    for text in (FACT, STORY):
-        list(session.send(text))
-    session.save(tmp_path / "s")
-    loaded = type(session).load(runtime, tmp_path / "s")
-    assert loaded.stats.seen_tokens == session.stats.seen_tokens > runtime.plan.budget_tokens
-    assert loaded.messages == session.messages
-    said = ["".join(one.send(QUESTION)) for one in (session, loaded)]
-    assert said[0] == said[1]
-    assert [x.tolist() for x in session.cache.positions] == [
-        x.tolist() for x in loaded.cache.positions
-    ]
-    whole, again = runtime.session(), runtime.session()
-    whole.loop.prefill(runtime.token_ids([*range(10, 90)]))
-    again.loop.go_on_from(whole.loop.copied())
-    read = [one.loop.read(runtime.token_ids([1, 2, 3])).tolist() for one in (whole, again)]
-    assert read[0] == read[1]
-
-
 def test_evicted_text_is_recalled_as_in_pytorch_and_after_a_restart(exported, tmp_path):
     sizes = {"budget_tokens": 48, "block_size": 32, "evict_every": 32}
     runtimes: list[Any] = [
@@ -805,25 +773,6 @@ def test_sessions_of_others_are_refused_and_change_nothing(exported, tiny, tmp_p
     assert (session.cache.seen, session.messages) == before
 
 
-@pytest.mark.slow
-def test_pinned_messages_stay(exported):
-    session = OrtRuntime.from_directory(exported("compact", 48)).session()
-    session.set_generation(max_new_tokens=2)
-    pinned = session.encode(FACT)
-    list(session.send(FACT, pin=True))
-    ((start, stop),) = session.cache.pinned_spans
-    assert start == 0
-    assert stop >= len(pinned)
-    list(session.send(STORY))
-    assert session.stats.evicted_tokens > 0
-    for rows in session.cache.positions:
-        assert all(set(range(start, stop)) <= set(row) for row in rows.tolist())
-    with pytest.raises(PinsTooLarge, match="pin less"):
-        list(session.send(STORY, pin=True))
-    session.clear()
-    assert not session.cache.pinned_spans
-
-
 def test_thoughts_and_results_leave_first_and_the_system_prompt_last(exported):
     check_regions(OrtRuntime.from_directory(exported("compact", BUDGET)))
 
@@ -878,18 +827,6 @@ def test_a_cache_is_freed_when_its_session_is_dropped(exported, tmp_path):
         gc.enable()
 
 
-def test_an_answer_that_is_stopped_is_kept(tiny):
-    session = OrtRuntime.from_directory(tiny / "decoder").session()
-    stream = session.send("Hello!")
-    first = next(stream)
-    stream.close()
-    assert session.messages[-1] == {"role": "assistant", "content": first}
-    seen = session.cache.seen
-    session.set_generation(max_new_tokens=2)
-    list(session.send("More."))
-    assert session.cache.seen > seen
-
-
 def chat(capsys, monkeypatch, folder: Path, *lines: str, code: int = 0) -> tuple[str, str]:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(lines).encode())))
     assert run(["chat", str(folder), *ALWAYS, "--max-new-tokens", "4"]) == code
@@ -925,12 +862,6 @@ def test_the_chats_commands(tiny, tmp_path, capsys, monkeypatch):
     assert "temperature = 0.5" in err
     assert "the conversation is forgotten" in err
     assert err.count("kvcap: ") == 1
-
-
-def test_a_policy_that_was_not_exported_is_refused_in_the_chat(tiny, capsys, monkeypatch):
-    out, err = chat(capsys, monkeypatch, tiny / "decoder", "/policy snapkv", "Hello!", code=2)
-    assert "is not in this export" in err
-    assert out.strip()
 
 
 @pytest.mark.slow
