@@ -34,8 +34,3 @@ def test_only_tables_are_laid_out_by_hand():
     by_file = {str(p): lines for p in files if (lines := by_hand(p.read_text(encoding="utf-8")))}
     assert len(files) > 300
     assert not by_file
-
-
-def test_a_call_laid_out_by_hand_would_be_seen():
-    table = f"SIZES = {{\n  1: 2,\n  3: 4,\n}}  {MARK}\n"
-    assert by_hand(f"{table}call(\n  1,\n  2,\n)  {MARK}\n") == {8}

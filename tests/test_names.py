@@ -72,15 +72,6 @@ def test_every_public_class_has_a_name_of_its_own():
     assert not shared
 
 
-def test_a_name_that_stands_twice_would_be_seen(tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir()
-    two.mkdir()
-    (one / "a.py").write_text("class Row: ...\nclass Alone: ...\nclass _Inner: ...\n")
-    (two / "b.py").write_text("if True:\n    class Row: ...\nclass _Inner: ...\n")
-    assert shared_names([one, two]) == {"Row": [str(one / "a.py"), str(two / "b.py")]}
-
-
 def given_names(path: Path) -> set[str]:
     """Return the names that a file gives: to values, arguments, attributes and definitions."""
     names = set()
@@ -138,11 +129,3 @@ def test_a_docstring_begins_with_a_sentence():
     assert files
     for path in files:
         assert not [text for kind, text in docstrings(path) if is_fragment(kind, text)], path
-
-
-def test_a_fragment_would_be_seen(tmp_path):
-    path = tmp_path / "a.py"
-    path.write_text('"""What it is."""\nx = 1\n"""The x."""\ndef f():\n    """Tokens of f."""\n')
-    assert [is_fragment(*each) for each in docstrings(path)] == [True] * 3
-    path.write_text('"""Says it."""\nx = 1\n"""Holds x."""\ndef f():\n    """Pass f."""\n')
-    assert [is_fragment(*each) for each in docstrings(path)] == [False] * 3

@@ -93,20 +93,6 @@ def test_memory_is_the_eager_codes(w, B, K, G, D, lengths, dtype, monkeypatch):
     assert unharmed(mine.shift)
 
 
-@pytest.mark.parametrize("length", [1, 3, 6, 8])
-def test_places_one_by_one(length):
-    """Without the eager code: the newest of what was there and what came, in that order."""
-    ring = new_ring(2, 6, 2, 6, 64, torch.float32)
-    (queries,) = blocks([length], 2, 6, 64, torch.float32)
-    places = [(ring.queries[:, :, i].clone(), ring.shift[:, :, i].clone()) for i in range(6)]
-    none = torch.zeros_like(places[0][1])
-    places += [(queries[:, :, t], none) for t in range(length)]
-    kernel.append(ring.queries, ring.shift, queries)
-    for i, (query, shift) in enumerate(places[-6:]):
-        assert torch.equal(ring.queries[:, :, i], query)
-        assert torch.equal(ring.shift[:, :, i], shift)
-
-
 def test_what_is_covered():
     ring = new_ring(2, 4, 2, 6, 64, torch.float32)
     ours = (ring.queries, ring.shift)

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d
 
 from kvcap.policies import Eviction, Observation, PolicyError, load_policy
-from kvcap.policies.base import Logits
 
 SHAPES = [
     *(pytest.param(observe(17, group=g, seed=g), id=f"groups of {g}") for g in (1, 2, 4, 8)),
@@ -324,57 +323,6 @@ def test_rkv_keeps_what_published_code_keeps(seed, mix):
 
 
 # --- after every block
-
-
-def by_loops(name: str, obs: Observation, options: dict[str, int]) -> Tensor:
-    if name == "lagkv":
-        return lagkv_by_loops(obs, options["lag"], options["sinks"])
-    if name == "rkv":
-        return rkv_by_loops(obs, **options)
-    return expected_by_loops(obs, options["sinks"], 0.0, True).mean(2)
-
-
-@pytest.mark.parametrize("name", ["lagkv", "expected_attention", "rkv"])
-def test_a_block_loop_keeps_what_lists_keep(name):
-    """Many evictions at a fixed budget, where every slot is a token of some time or other."""
-    options = dict(load_policy(name).policy.small)
-    eviction, g = load_policy(name, **options), torch.Generator().manual_seed(2)
-    budget, block, heads, size, seen = 16, 7, 2, 6, 0
-    keys, values = torch.zeros(2, 1, heads, 0, size)
-    positions, queries = torch.zeros(1, heads, 0).int(), torch.zeros(1, 2 * heads, 0, size)
-    for _ in range(9):
-        new, pair = torch.randn(2, 1, heads, block, size, generator=g), []
-        for held, arriving in zip((keys, values), new, strict=True):
-            pair.append(torch.cat((held, arriving), 2))
-        keys, values = pair
-        times = torch.arange(seen, seen + block, dtype=torch.int32).expand(1, heads, -1)
-        positions = torch.cat((positions, times), 2)
-        arriving = torch.randn(1, 2 * heads, block, size, generator=g)
-        queries = torch.cat((queries, arriving), 2)[:, :, -4:]
-        seen += block
-        obs = Observation(
-            keys, values, positions, seen, budget, block, queries=queries, rule=Logits(size**-0.5)
-        )
-        over = positions.shape[-1] - budget
-        if over <= 0:
-            continue
-        gone = eviction.select(obs, over)
-        scores, sinks = by_loops(name, obs, options), options.get("sinks", 0)
-        pins = (positions < sinks) | (positions >= seen - 4)
-        stay = torch.ones_like(positions, dtype=torch.bool).scatter(-1, gone, False)
-        for k in range(heads):
-            worth = [
-                (bool(pins[0, k, j]), round(float(scores[0, k, j]), 9), int(positions[0, k, j]))
-                for j in range(over + budget)
-            ]
-            expected = sorted(time for *_, time in sorted(worth)[over:])
-            assert sorted(positions[0, k][stay[0, k]].tolist()) == expected
-        # Compacted back to front, so that slots lie in no order.
-        kept = torch.stack([row.nonzero().flatten().flip(0) for row in stay[0]])[None]
-        positions = positions.gather(-1, kept)
-        keys, values = (
-            x.gather(2, kept[..., None].expand(-1, -1, -1, size)) for x in (keys, values)
-        )
 
 
 @pytest.mark.parametrize("budget", [16, 17, 40, 300])

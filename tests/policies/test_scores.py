@@ -121,25 +121,6 @@ def test_obcache(obs, mode):
         assert (now.weight[masked] == 0).all()
 
 
-def test_dropkv_is_the_exact_change_of_the_output():
-    """One query: the score of `j` is how far attention's output moves without token `j`."""
-    obs = observe(15, group=1, window=1)
-    expected = torch.zeros(2, 2, 15, dtype=torch.float64)
-    values = obs.values.double()
-    for j in range(15):
-        rest = [i for i in range(15) if i != j]
-        without = replace(
-            obs,
-            keys=obs.keys[:, :, rest],
-            values=obs.values[:, :, rest],
-            positions=obs.positions[:, :, rest],
-        )
-        before = torch.einsum("bkgwn,bknd->bkd", attention_by_loops(obs), values)
-        after = torch.einsum("bkgwn,bknd->bkd", attention_by_loops(without), values[:, :, rest])
-        expected[:, :, j] = (after - before).square().sum(-1)
-    same(load_policy("dropkv", kernel=1, window=1).policy.score(obs), expected)
-
-
 def test_dropkv_of_a_token_that_takes_all_attention():
     """`p = 1` divides by ε: large, and finite; in bfloat16 that begins at 0.998."""
     obs = observe(9, window=1)
@@ -156,23 +137,6 @@ def test_dropkv_of_a_token_that_takes_all_attention():
     p = attention_by_loops(rounded).float().bfloat16().double()
     d = by_loops(rounded, lambda p, z, a, v: distance(a, v))
     same(low, ((p / (1 - p + 1e-6)) ** 2 * d).sum(-2).mean(2))
-
-
-def test_dropkv_and_andpro_disagree_where_a_value_is_the_output():
-    """A token whose value is the output changes nothing when it goes, and points along it."""
-    obs = observe(9, group=1, window=1, gaps=False)
-    obs.values[:, :, :] = obs.values[:, :, :1]
-    dropped = load_policy("dropkv", kernel=1).policy.score(obs)
-    same(dropped, torch.zeros(2, 2, 9))
-    assert (load_policy("andpro").policy.score(obs) > 0).all()
-    assert (load_policy("andpro").policy.score(observe()) < 0).any()
-
-
-def test_obcache_value_with_unit_values_is_the_sum_of_squares():
-    obs = observe()
-    obs.values = torch.nn.functional.normalize(obs.values, dim=-1)
-    obs.saliency = load_policy("obcache", mode="value").saliency
-    same(obs.weight, attention_by_loops(obs) ** 2)
 
 
 @pytest.mark.parametrize("obs", SHAPES)
@@ -199,27 +163,6 @@ def test_random_hashes_heads_by_their_place():
     policy = load_policy("random").policy
     alone = replace(obs, positions=obs.positions[:, 1:], first_head=1)
     assert torch.equal(policy.score(alone), policy.score(obs)[:, 1:])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", [*OUTPUT_AWARE, "criticalkv"])
-def test_low_precision_keeps_what_float32_keeps(name, dtype):
-    """Values as large as float16 squares cannot hold, and the same slots stay."""
-    obs = observe(dtype=dtype, window=8)
-    obs.values = 100 * obs.values
-    wide = replace(obs)
-    wide.keys, wide.values, wide.queries = (x.float() for x in (obs.keys, obs.values, obs.queries))
-    kept = []
-    for now in (obs, wide):
-        eviction = load_policy(name)
-        projection = torch.randn(2, 2, 8, 12, generator=torch.Generator().manual_seed(0)).to(dtype)
-        now.output_projection = projection if now is obs else projection.float()
-        now.saliency, now.new = eviction.saliency, 23
-        now.state = {n: torch.zeros(2, 2, 23) for n in eviction.state}
-        now.state = eviction.update(now)
-        assert torch.isfinite(eviction.score(now)).all()
-        kept.append(eviction.select(now, 13).sort(-1).values)
-    assert torch.equal(*kept)
 
 
 class Largest(TorchDispatchMode):

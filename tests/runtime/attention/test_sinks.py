@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import as_cache
 from families import OLD
 from families import SINKS as FAMILIES
 from families import config_of as tiny_config
@@ -27,7 +26,6 @@ import kvcap
 from kvcap.evals.measure import allocator_peak
 from kvcap.export.decoder.spec import layout_for
 from kvcap.export.graphs.shape import model_sizes
-from kvcap.policies.saliencies.obcache import OBCache
 from kvcap.runtime.attention.functions import (
     Logits,
     attend,
@@ -43,7 +41,6 @@ from kvcap.runtime.models.config import SINKS
 from kvcap.runtime.models.files import load_config, load_model
 from kvcap.runtime.models.fused.decoder import decoder_of
 from kvcap.runtime.models.weights import held_weights, weigh
-from kvcap.runtime.planning.dry_run import rehearse_block
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-4) -> None:
@@ -55,19 +52,6 @@ def test_uncapped_calls_give_eagers_logits(family, tokens):
     ids = tokens(60, batch=2)
     with torch.no_grad():
         close(tiny_model(family)(ids).logits, tiny_model(family, "eager")(ids).logits, 5e-5)
-
-
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_low_precision_is_as_near_as_eager(family, tokens):
-    ids = tokens(60)
-    with torch.no_grad():
-        exact = tiny_model(family, "eager")(ids).logits
-        eager = tiny_model(family, "eager", torch.bfloat16)(ids).logits.float()
-        model = tiny_model(family, dtype=torch.bfloat16)
-        cache = kvcap.BudgetCache(model.config, 64, 60)
-        got = model(ids, **as_cache(cache)).logits.float()
-    assert (got - exact).abs().max() <= 2 * (eager - exact).abs().max()
 
 
 # Rotations ----------------------------------------------------------------------------------------
@@ -171,38 +155,6 @@ def test_dropkv_is_the_change_of_the_output_with_a_sink_too():
         weights = logits.softmax(-1)[..., :-1]
         without = (weights[..., None] * obs.values[:, :, others].double()).sum(2)
         same(cost[:, :, j], (whole - without).square().sum(-1))
-
-
-def test_obcache_weighs_by_attention_with_the_sink():
-    obs = observe()
-    obs.rule = obs.rule._replace(sinks=torch.linspace(-1, 3, 4))
-    squares = obs.values.square().sum(-1)[:, :, None, None]
-    same(OBCache("value").weigh(obs), obs.attention.square() * squares)
-
-
-# A cache's life -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow(keep=2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_workspace_is_found_by_a_dry_run(family, dtype, tokens):
-    """Experts' products and fused attention have sizes without data."""
-    model = tiny_model(family, dtype=dtype, hidden_size=128, intermediate_size=320)
-    cache = kvcap.BudgetCache(model.config, 120, 40, "h2o").allocate(1, dtype, "cpu")
-    loop, ids = BlockLoop(model, cache), tokens(40)
-    while cache.seen < 240:
-        loop.read(ids)
-    native = [x for c in cache.sliding_layers.values() for x in (c.keys, c.values)]
-    left = sum(x.untyped_storage().nbytes() for x in native)
-    peak = allocator_peak(lambda: (loop.read(ids), loop.read(ids))) - left
-    eviction = kvcap.load_policy("h2o")
-    if OLD:
-        with pytest.raises(UnsupportedModel, match="use transformers 5"):
-            rehearse_block(model.config, CacheSettings(120, 40, eviction), dtype)
-        return
-    expected = rehearse_block(model.config, CacheSettings(120, 40, eviction), dtype)
-    assert expected == pytest.approx(peak, rel=0.05)
 
 
 # What does not run --------------------------------------------------------------------------------

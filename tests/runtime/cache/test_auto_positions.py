@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 import kvcap
 from kvcap import cli
 from kvcap.evals.measure import allocator_peak
-from kvcap.lab.quality.sweep import Sweep
 from kvcap.runtime.backends.onnxruntime.runtime import PolicyRequest, check_policy
 from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
@@ -55,9 +53,6 @@ def model_with_window(family: str = "llama", attention: str = "kvcap", **changes
 # Exactness ----------------------------------------------------------------------------------------
 
 
-# Of correctors, evicted tokens count too, see below.
-
-
 def logits_of(model: Any, ids: Tensor, **more: Any) -> Tensor:
     loop = auto(model, **more)
     return torch.cat([loop.read(part) for part in ids.split(BLOCK, 1)])
@@ -80,10 +75,11 @@ def test_quantised_slots(kind):
     assert (true - exact)[3:].abs().max() > 2 * apart  # it did change
 
 
-def test_in_generation_by_transformers():
+@pytest.mark.parametrize("positions", ["auto", "compact", "true"])
+def test_in_generation_by_transformers(positions):
     """generate() counts true positions by itself, and kvcap.cap reads blocks of its own."""
     model, ids = model_with_window(), text(13)  # whose last block is a token
-    loop = auto(model)
+    loop = auto(model, positions=positions)
     token = loop.prefill(ids).argmax(-1)
     expected = [int(token)]
     for _ in range(15):
@@ -96,16 +92,18 @@ def test_in_generation_by_transformers():
         "eos_token_id": None,
         "attention_mask": torch.ones_like(ids),
     }
-    cache = BudgetCache(model.config, 12, BLOCK, "keydiff", positions="auto")
+    cache = BudgetCache(model.config, 12, BLOCK, "keydiff", positions=positions)
     got = model.generate(ids, **as_cache(cache), prefill_chunk_size=BLOCK, **options)
     assert got[0, 13:].tolist() == expected
-    assert cache.allocation.compact
-    assert "auto (compact now) positions" in repr(cache)
+    assert cache.allocation.compact == (positions != "true")
+    told = {"auto": "auto (compact now)"}.get(positions, positions)
+    assert f"{told} positions" in repr(cache)
     other = model_with_window("llama", "sdpa")
-    with kvcap.cap(other, 12, BLOCK, "keydiff", positions="auto") as capped:
+    with kvcap.cap(other, 12, BLOCK, "keydiff", positions=positions) as capped:
         got = other.generate(ids, **options)
         assert got[0, 13:].tolist() == expected
-        assert "auto (true now) positions" in repr(capped._make())
+        told = {"auto": "auto (true now)"}.get(positions, positions)
+        assert f"{told} positions" in repr(capped._make())
 
 
 def test_a_block_that_is_refused_changes_nothing():
@@ -262,15 +260,6 @@ def test_longrope_changes_where_its_short_factors_end():
         assert cache.seen == WINDOW
     with pytest.raises(KvcapError, match=f"'auto' are exact up to {WINDOW} tokens held"):
         BudgetCache(model.config, WINDOW, BLOCK, positions="auto")
-
-
-def test_commands(capsys):
-    given = ["--budget-tokens", "64", "--positions", "auto"]
-    assert cli.run(["plan", "pocket", *given, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["positions"] == "auto"
-    Sweep(["keydiff"], [64], positions=("auto", "true")).check()
-    with pytest.raises(ValueError, match="'sideways' is not one of"):
-        Sweep(["keydiff"], [64], positions=("sideways",)).check()  # type: ignore[arg-type]
 
 
 def test_exported_decoders_refuse_it(capsys):

@@ -7,73 +7,21 @@ import gc
 import pytest
 import torch
 from conftest import as_cache, in_turn, small_policy, tiny_config, tiny_model
-from hypothesis import given
-from hypothesis import strategies as st
 
 import kvcap
 from kvcap.policies import PolicyError, policies
 from kvcap.policies.knorm import Knorm
 from kvcap.runtime.backends.pytorch import cuda_graphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
-from kvcap.runtime.cache.pool import Segment, SlotPool
 from kvcap.runtime.errors import (
     CacheMismatch,
     KvcapError,
     PinsTooLarge,
-    PlanInfeasible,
     PositionMismatch,
     UnsupportedModel,
 )
 
 EVICTING = [name for name in policies() if name != "full"]
-
-
-@given(
-    budget=st.integers(1, 9),
-    block=st.integers(1, 6),
-    batch=st.integers(1, 2),
-    heads=st.integers(1, 3),
-    seed=st.integers(0, 10_000),
-)
-def test_compact_moves_everything_of_a_slot_together(budget, block, batch, heads, seed):
-    """Against Python lists: after any evictions each head holds the survivors, whole."""
-    g = torch.Generator().manual_seed(seed)
-    pool = SlotPool(batch * heads * (budget + block), 4, torch.float32, aux={"mass": torch.float32})
-    store = Segment(pool, 0, budget, block, batch, heads)
-    nbytes, pointer = pool.nbytes, pool.keys.data_ptr()
-    expected = [[set() for _ in range(heads)] for _ in range(batch)]
-    seen = 0
-    for _ in range(6):
-        length = int(torch.randint(1, block + 1, (1,), generator=g))
-        stamp = torch.arange(seen, seen + length).float()[:, None].expand(batch, heads, length, 4)
-        store.append(stamp, -stamp, torch.arange(seen, seen + length))
-        store.aux("mass").copy_(store.positions.float() * 2)
-        for b in range(batch):
-            for h in range(heads):
-                expected[b][h] |= set(range(seen, seen + length))
-        seen += length
-        if (count := store.held - budget) > 0:
-            gone = torch.stack(
-                [torch.randperm(store.held, generator=g)[:count] for _ in range(batch * heads)]
-            ).view(batch, heads, count)
-            for b in range(batch):
-                for h in range(heads):
-                    expected[b][h] -= set(store.positions[b, h, gone[b, h]].tolist())
-            before = store.positions.clone()
-            store.evict(gone)
-            # Only evicted slots below the budget are written: survivors stay where they are.
-            stayed = store.positions == before[:, :, :budget]
-            survivors = torch.ones(batch, heads, budget + count, dtype=torch.bool)
-            survivors.scatter_(-1, gone, False)
-            assert (stayed | ~survivors[..., :budget]).all()
-        assert store.held <= budget
-        for b in range(batch):
-            for h in range(heads):
-                assert sorted(store.positions[b, h].tolist()) == sorted(expected[b][h])
-        assert torch.equal(store.keys[..., 0], store.positions.float())
-        assert torch.equal(store.values[..., 0], -store.positions.float())
-        assert torch.equal(store.aux("mass"), store.positions.float() * 2)
-        assert (pool.nbytes, pool.keys.data_ptr()) == (nbytes, pointer)
 
 
 MODEL = tiny_model("llama")
@@ -313,21 +261,6 @@ def test_buffers_stay_where_they_are(name, tokens):
         getattr(cache.layers[0], name)()
     with pytest.raises(UnsupportedModel, match="stay where they are"):
         getattr(cache, name)(0)
-
-
-def test_a_size_in_bytes_names_what_would_work():
-    with pytest.raises(PlanInfeasible, match=r"MemoryPlan\.of\(model\.config, kv_budget='64MiB'\)"):
-        kvcap.BudgetCache(MODEL.config, "64MiB")
-    tokens = kvcap.MemoryPlan.of(MODEL.config, kv_budget="1MiB", block_size=8).budget_tokens
-    cache = kvcap.BudgetCache(MODEL.config, tokens, 8).allocate(1, torch.float32, "cpu")
-    assert cache.nbytes <= 1 << 20
-
-
-@pytest.mark.parametrize("name", ["budget_tokens", "block_size", "evict_every"])
-@pytest.mark.parametrize("value", ["8", 0, -3, 2.5, True, [8]])
-def test_sizes_of_a_wrong_type(name, value):
-    with pytest.raises(PlanInfeasible, match=f"{name}="):
-        kvcap.BudgetCache(MODEL.config, **{name: value})
 
 
 @pytest.mark.parametrize("policy", [None, 3, Knorm, ["keydiff"]])

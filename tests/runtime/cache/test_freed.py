@@ -38,39 +38,6 @@ def generate(model: Any, cache: BudgetCache, ids: torch.Tensor, block: int = 8) 
     )
 
 
-POLICIES = [
-    "keydiff",
-    "snapkv",
-    "h2o",
-    "cake",
-    "adakv",
-    "pyramidkv",
-    "headkv",
-    "criticalkv",
-    "calidrop",
-    "obcache",
-]
-
-
-@pytest.mark.slow(keep=4)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_cache_is_freed_when_it_is_dropped(policy, alive, tokens):
-    """Also where slots move between layers or heads, or evicted tokens are kept."""
-    model = tiny_model("llama")
-    for _ in range(2):
-        generate(
-            model, BudgetCache(model.config, 24, 8, small_policy(policy, model.config)), tokens(60)
-        )
-        alive.none()
-
-
-@pytest.mark.parametrize("kv_dtype", ["int8", "int8-int4", "int4"])
-def test_with_slots_of_fewer_bits(kv_dtype, alive, tokens):
-    model = tiny_model("llama")
-    generate(model, BudgetCache(model.config, 24, 8, kv_dtype=kv_dtype), tokens(60))
-    alive.none()
-
-
 KINDS = [
     "gemma3_text",
     "qwen3_next",

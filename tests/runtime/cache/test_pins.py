@@ -7,13 +7,11 @@ import warnings
 import pytest
 from conftest import in_turn, small_policy, tiny_model
 from tools import runtime_of
-from toy_engine import session_of, tiny
 
 import kvcap
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.pinned_slots import covered
 from kvcap.runtime.errors import PinsTooLarge
-from kvcap.runtime.session.session import Session
 
 MODELS = {family: tiny_model(family) for family in ("llama", "gemma3_text", "smollm3")}
 
@@ -76,21 +74,6 @@ def test_what_was_announced_but_not_read_is_not_pinned(tokens):
 def test_covered():
     assert covered([]) == 0
     assert covered([(0, 4), (2, 6), (8, 9), (8, 9)]) == 7
-
-
-def test_a_session_with_pins_and_a_smaller_budget(chat_model, tmp_path):
-    """A session keeps its pins under less; test_lifecycles.py tests pins of all its acts."""
-    session = session_of(tiny(chat_model))
-    list(session.send("The door is blue and the key is under the third stone.", pin=True))
-    for _ in range(4):
-        list(session.send("Tell me more about the weather."))
-    session.save(tmp_path / "s")
-    pins = sum(b - a for a, b in session.cache.pinned_spans)
-    fork = Session.load(session.runtime.with_budget(pins), tmp_path / "s")
-    assert fork.cache.held == pins
-    held_everywhere(fork.cache, fork.cache.pinned_spans)
-    with pytest.raises(PinsTooLarge, match=f"needs {pins} slots"):
-        Session.load(session.runtime.with_budget(pins - 1), tmp_path / "s")
 
 
 def test_a_warning_once_beyond_the_trained_length(tokens):

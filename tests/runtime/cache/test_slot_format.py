@@ -304,19 +304,6 @@ def test_large_rows_are_read_in_pieces(kind, tokens, monkeypatch):
         torch.testing.assert_close(whole, pieces)
 
 
-def test_a_reset_takes_the_mean_anew(tokens):
-    model = tiny_model("llama")
-    cache = kvcap.BudgetCache(model.config, 12, 5, kv_dtype="int4")
-    fresh = kvcap.BudgetCache(model.config, 12, 5, kv_dtype="int4")
-    read(cache, model, tokens(49, seed=1))
-    cache.reset()
-    for one in (cache, fresh):
-        read(one, model, tokens(49))
-    for name, buffer in cache.allocation.buffers.items():
-        if name.startswith("mean"):
-            assert torch.equal(buffer, fresh.allocation.buffers[name])
-
-
 # Bytes ------------------------------------------------------------------------------------------
 
 
@@ -334,20 +321,6 @@ def test_planned_bytes_are_allocated_bytes(family, kind):
         assert cache.allocation.nbytes == plan.cache_bytes - plan.sliding_layers
         assert plan.kv_dtype == kind
         assert cache.used_bytes < cache.nbytes
-
-
-def test_the_same_bytes_hold_more_slots():
-    """A head of 128, in bfloat16: 520 bytes of a slot become 268, 218 and 168."""
-    config = tiny_config("llama", head_dim=128, num_hidden_layers=24)
-    given: dict[str, Any] = {"dtype": torch.bfloat16, "block_size": 16}
-    cap = kvcap.MemoryPlan.of(config, budget_tokens=1000, **given).cache_bytes
-    for kind, nbytes in {"int8": 268, "int8-int4": 218, "int4": 168}.items():
-        plan, more = (
-            kvcap.MemoryPlan.of(config, kv_budget=cap, kv_dtype=kind, **given),
-            520 / nbytes,
-        )
-        assert plan.budget_tokens / 1000 == pytest.approx(more, rel=0.05)
-        assert plan.cache_bytes <= cap < plan.cache_bytes * 1.01
 
 
 def test_the_dry_run_counts_the_copies_that_attention_reads():

@@ -511,21 +511,16 @@ def test_what_is_damaged_or_foreign_is_named(file, tmp_path, capsys):
     path.write_bytes(b"general.alignment".join((data[0], data[1][:4] + b"\x30" + data[1][5:])))
     with pytest.raises(ModelFilesBroken, match="aligned to 48"):
         load_config(str(path))
-    write(path, architecture="sonnet")
-    with pytest.raises(UnsupportedModel, match="'sonnet', which transformers does not read"):
-        load_config(str(path))
-    write(path, architecture="gpt2")
-    with pytest.raises(UnsupportedModel, match=r"'gpt2'.*supported"):
-        load_config(str(path))
-    write(path, parts=3)
-    with pytest.raises(UnsupportedModel, match=r"one of 3 parts.*--merge"):
-        load_config(str(path))
-    write(path, tensors=False)
-    with pytest.raises(UnsupportedModel, match="holds no model"):
-        load_config(str(path))
-    write(path, factors=True)
-    with pytest.raises(UnsupportedModel, match="stretches its rotary embedding"):
-        load_config(str(path))
+    for given, says in (
+        ({"architecture": "sonnet"}, "'sonnet', which transformers does not read"),
+        ({"architecture": "gpt2"}, r"'gpt2'.*supported"),
+        ({"parts": 3}, r"one of 3 parts.*--merge"),
+        ({"tensors": False}, "holds no model"),
+        ({"factors": True}, "stretches its rotary embedding"),
+    ):
+        write(path, **given)
+        with pytest.raises(UnsupportedModel, match=says):
+            load_config(str(path))
     write(path, without="layers.1.mlp.up_proj")
     with pytest.raises(ModelFilesBroken, match=r"lack model\.layers\.1\.mlp\.up_proj"):
         load_model(str(path), load_config(str(path)), torch.float32)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_chat
 import torch
 from conftest import tiny_model
 from families import ALL, ELSEWHERE, OLD, STATES, model_of
@@ -310,15 +309,6 @@ def test_a_build_without_products_or_with_wrong_ones_is_named(wrong, chat_model,
         Runtime.from_pretrained(chat_model, weights="int8")
     finally:
         packed._fault.cache_clear()
-
-
-def test_broken_files_are_named(tmp_path):
-    where = tiny_chat.save(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(files.ModelFilesBroken, match=r"up_proj\.weight"):
-        Runtime.from_pretrained(where, weights="int4")
 
 
 def test_the_command_line_runs_them_in_pytorch(capsys):

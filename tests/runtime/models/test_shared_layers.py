@@ -8,11 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import as_cache
-from families import READERS as FAMILIES
 from families import config_of as tiny_config
 from families import model_of as tiny_model
-from tools import in_blocks
-from torch import Tensor
 
 import kvcap
 from kvcap.export.decoder.spec import layout_for
@@ -20,36 +17,11 @@ from kvcap.policies import load_policy
 from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.settings import CacheSettings
-from kvcap.runtime.errors import BlockTooLarge, NotExportable, SessionBroken, UnsupportedModel
+from kvcap.runtime.errors import NotExportable, SessionBroken, UnsupportedModel
 from kvcap.runtime.models import config as model_config
 from kvcap.runtime.models.config import ModelShape
 
 SHARED = ["gemma3n", "gemma4"]
-
-
-def worst(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max())
-
-
-IDS = 3 + torch.randperm(50, generator=torch.Generator().manual_seed(1))[None, :40]
-
-
-# Generate; cap ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_cap_reads_long_inputs_block_by_block(family, tokens):
-    ids, model = tokens(60), tiny_model(family)
-    expected = in_blocks(model, kvcap.BudgetCache(model.config, 16, 8), ids, 8)
-    with kvcap.cap(model, 16, 8), torch.no_grad():
-        assert worst(model(ids).logits, expected) <= 1e-4
-        some = model(ids, logits_to_keep=3).logits  # Gemma 4 leaves out the queries of the others
-        last = model(ids, logits_to_keep=3, labels=ids[:, -3:]).logits
-    assert worst(some, expected[:, -3:]) <= 1e-4
-    assert worst(last, expected[:, -3:]) <= 1e-4
-
-
-# Positions ----------------------------------------------------------------------------------------
 
 
 # What the cache holds -----------------------------------------------------------------------------
@@ -67,22 +39,6 @@ def test_what_layers_are():
     shape = ModelShape.of(tiny_config("gemma4 k=v"))
     assert [(x.kv_heads, x.head_size) for x in shape.layers] == [(2, 16), (1, 32)] * 2
     assert (shape.kv_heads, shape.head_size, shape.groups) == (1, 32, 4)
-
-
-@pytest.mark.parametrize("family", SHARED)
-def test_eviction_every_few_tokens(family, tokens):
-    model, ids = tiny_model(family), tokens(40)
-    held = kvcap.BudgetCache(model.config, 16, 8, evict_every=4)
-    loop = BlockLoop(model, held)
-    loop.prefill(ids[:, :32])
-    counts = [loop.read(ids[:, i : i + 1]) is not None and held.held for i in range(32, 35)]
-    assert counts == [17, 18, 19]
-    with pytest.raises(BlockTooLarge, match="5 fit before the next eviction"), torch.no_grad():
-        model(ids[:, :8], **as_cache(held))
-    assert held.consistent
-    assert held.seen == 35
-    loop.prefill(ids[:, :8])  # in two passes
-    assert held.held == 16
 
 
 # Planted faults -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAMILIES, small_policy, tiny_config
+from families import OLD, SINKS, config_of
 from transformers import AutoModelForCausalLM
 
 import kvcap
@@ -16,6 +17,7 @@ from kvcap.policies import policies
 from kvcap.policies.base import HeadBudget, LayerBudget, apportion_rows
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.settings import CacheSettings
+from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.planning import dry_run
 from kvcap.runtime.planning.dry_run import Tally, data_independent, rehearse_block
 
@@ -44,14 +46,18 @@ def measured(
     ("family", "dtype"),
     [
         (family, dtype)
-        for i, family in enumerate(FAMILIES)
+        for i, family in enumerate([*FAMILIES, *SINKS])
         for j, dtype in enumerate((torch.float32, torch.bfloat16))
-        if i % 2 == j or family in ("llama", "gemma2")
+        if i % 2 == j or family in ("llama", "gemma2", *SINKS)
     ],
 )
 def test_within_five_percent_of_the_allocators_peak(family, dtype):
-    """Twelve families; three policies, blocks of three sizes, in float32 of two of them."""
-    config = tiny_config(family, **SIZES)
+    """Also of experts; three policies, blocks of three sizes, in float32 of two families."""
+    config = config_of(family, **SIZES)
+    if OLD and family in SINKS:
+        with pytest.raises(UnsupportedModel, match="use transformers 5"):
+            rehearse_block(config, CacheSettings(120, 40, "h2o"), dtype)
+        return
     settings = [("keydiff", 200, 64), ("obcache", 120, 40), ("h2o", 150, 16)]
     whole = dtype == torch.float32 and family in ("llama", "gemma2")
     for policy, budget, block in settings if whole else settings[1:2]:
@@ -65,17 +71,6 @@ def test_a_window_that_is_longer_than_the_models_context():
     eviction = kvcap.load_policy("obcache")
     expected = rehearse_block(config, CacheSettings(120, 40, eviction), torch.float32)
     assert expected == pytest.approx(measured(config, eviction, 120, 40, torch.float32), rel=0.05)
-
-
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("policy", [name for name in policies() if name != "full"][::2])
-def test_policies_that_decide_nothing_by_contents(policy):
-    config = tiny_config("llama", **SIZES)
-    eviction = small_policy(policy, config)
-    expected = rehearse_block(config, CacheSettings(200, 64, eviction), torch.float32)
-    if policy not in MOVE:
-        actual = measured(config, eviction, 200, 64, torch.float32)
-        assert expected == pytest.approx(actual, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -206,22 +201,6 @@ def test_a_policy_that_never_evicts_is_rehearsed_over_what_it_may_hold():
     full = kvcap.load_policy("full")
     for budget in (8, 200):
         assert rehearse_block(config, CacheSettings(budget, 64, full), torch.float32) > 0
-
-
-def test_a_forgotten_temporary_would_be_seen():
-    """Planted: a policy that takes a mebibyte more raises the rehearsed peak by a mebibyte."""
-    config = tiny_config("llama", **SIZES)
-    plain = kvcap.load_policy("keydiff")
-
-    class Spike(type(plain.policy)):
-        def score(self, obs: Any) -> torch.Tensor:
-            spike = torch.zeros(64 << 18)
-            return super().score(obs) + spike[0]
-
-    spiky = kvcap.Eviction(Spike())
-    settings = (CacheSettings(200, 64, e) for e in (plain, spiky))
-    before, after = (rehearse_block(config, x, torch.float32) for x in settings)
-    assert after - before > 60 << 20
 
 
 def test_the_tally_counts_storages_once_and_forgets_them():

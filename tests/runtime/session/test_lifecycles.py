@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 from alive import Alive
-from conftest import in_turn, small_policy, tiny_model
+from conftest import in_turn, small_policy
+from families import OLD, model_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -56,6 +57,7 @@ HARD = [
     "send long", "clear", "send", "load", "send long", "undo", "load over", "send", "begin_anew",
     "send", "load", "send_pinned", "regenerate", "load", "branch", "send",
 ]  # fmt: skip
+FAMILIES = [] if OLD else ["qwen3_5_text", "lfm2", "nemotron_h", "falcon_h1", "deepseek_v3"]
 WINDOW = 12  # more queries than there are in a short message
 few = settings(
     derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
@@ -353,7 +355,8 @@ def attempt(
 
     found, begun, model = list[str](), False, getattr(session.runtime, "model", None)
     # The last layer fails, when others have read the token already.
-    part = (session.loop, "read") if model is None else (model.model.layers[-1].mlp, "forward")
+    last = None if model is None else model.model.layers[-1]
+    part = (session.loop, "read") if last is None else (getattr(last, "mlp", last), "forward")
     session.on_block = stop
     try:
         stream = call(session)
@@ -407,12 +410,16 @@ def lives_of(folder: Path, *runtimes: Any, alive: Alive | None = None) -> type[L
     return type("LifeOfThese", (Life,), given)
 
 
-@pytest.fixture(scope="module")
-def parts() -> tuple[Any, Any]:
+def parts_of(family: str, **sizes: Any) -> tuple[Any, Any]:
+    """Return a random model of a family with pocket's tokens, and the tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(pocket.path())
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": None}
-    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=96, **ids)
-    return model, tokenizer
+    return model_of(family, vocab_size=len(tokenizer), **ids, **sizes), tokenizer
+
+
+@pytest.fixture(scope="module")
+def parts() -> tuple[Any, Any]:
+    return parts_of("llama", max_position_embeddings=96)
 
 
 def runtime_of(
@@ -442,8 +449,19 @@ beyond = pytest.mark.filterwarnings("ignore:position .* is beyond")
 @beyond
 @each_policy
 def test_a_hard_life(policy, positions, kv_dtype, every, parts, tmp_path, alive):
-    runtime = runtime_of(parts, policy, positions, kv_dtype, every)
-    life = lives_of(tmp_path, runtime, alive=alive)()
+    live_hard(runtime_of(parts, policy, positions, kv_dtype, every), tmp_path, alive)
+
+
+@beyond
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_hard_life_of_a_family(family, tmp_path, alive):
+    """With states in place of slots or beside them, and with latents."""
+    live_hard(runtime_of(parts_of(family), "keydiff"), tmp_path, alive)
+
+
+def live_hard(runtime: Any, folder: Path, alive: Alive) -> None:
+    """Live through all that once left something of a conversation to the next one."""
+    life = lives_of(folder, runtime, alive=alive)()
     life.begin()
     for act in HARD:
         name, *texts = act.split()

@@ -12,6 +12,7 @@ import pytest
 import tiny_chat
 import torch
 from conftest import CACHE, FAMILIES, as_cache, small_policy, tiny_config, tiny_model
+from families import OLD, model_of
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -38,6 +39,7 @@ from kvcap.runtime.errors import (
 )
 from kvcap.runtime.models.trial import small_copy
 
+RECURRENT = [] if OLD else ["qwen3_5_text", "lfm2", "nemotron_h", "falcon_h1", "zaya", "gemma3n"]
 OPTIONS = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 2}
 
 
@@ -61,42 +63,29 @@ def model():
     return tiny_model("llama", "sdpa")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_generate_says_what_the_block_loop_says(family, tokens):
-    model, ids = tiny_model(family, "eager"), tokens(60)
-    with kvcap.cap(model, 24, 8, "snapkv") as capped:
-        out = model.generate(ids, **ones(ids), **OPTIONS)
+@pytest.mark.parametrize(("family", "policy", "options", "given"), [
+    *((family, "snapkv", {}, {}) for family in FAMILIES),
+    *((family, "keydiff", {}, {}) for family in RECURRENT),
+    *(("llama", "streaming_llm", {}, given) for given in (
+        {"prefill_chunk_size": 8}, {"prefill_chunk_size": 5},
+        {"generation_config": GenerationConfig(**OPTIONS)},
+    )),
+    *(("llama", policy, {"positions": positions, "evict_every": 3}, {})
+      for policy in ("adakv", "cake", "calidrop", "criticalkv", "h2o", "keydiff")
+      for positions in ("compact", "true")),
+], ids=str)  # fmt: skip
+def test_generate_says_what_the_block_loop_says(family, policy, options, given, tokens):
+    """However the prompt is read, under every part of a policy, in layers of every kind."""
+    model, ids = model_of(family, "eager"), tokens(41)  # 4.57 reads the last one alone
+    eviction = policy if options == {} else small_policy(policy, model.config)
+    generation = given if "generation_config" in given else {**OPTIONS, **given}
+    with kvcap.cap(model, 24, 8, eviction, **options) as capped:
+        out = model.generate(ids, **ones(ids), **generation)
         assert capped.cache.seen == out.shape[1] - 1
-        assert capped.cache.held == 24
-    assert out[0, 60:].tolist() == answered(tiny_model(family), ids, "snapkv")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"prefill_chunk_size": 8}, {"prefill_chunk_size": 5}, {"generation_config": "own"}],
-    ids=str,
-)
-def test_however_the_prompt_is_read(options, model, tokens):
-    ids, block = tokens(41), options.get("prefill_chunk_size", 8)  # 4.57 reads the last one alone
-    if "generation_config" in options:
-        options = {"generation_config": GenerationConfig(**OPTIONS)}
-    else:
-        options = {**OPTIONS, **options}
-    with kvcap.cap(model, 24, 8, "streaming_llm") as capped:
-        out = model.generate(ids, **ones(ids), **options)
-        assert capped.cache.held == 24
-    assert out[0, 41:].tolist() == answered(tiny_model("llama"), ids, "streaming_llm", block=block)
-
-
-@pytest.mark.parametrize("policy", ["adakv", "cake", "calidrop", "criticalkv", "h2o", "keydiff"])
-@pytest.mark.parametrize("positions", ["compact", "true"])
-def test_every_part_of_a_policy(policy, positions, model, tokens):
-    ids, eviction = tokens(40), small_policy(policy, model.config)
-    with kvcap.cap(model, 24, 8, eviction, positions=positions, evict_every=3) as capped:
-        out = model.generate(ids, **ones(ids), **OPTIONS)
-        assert capped.cache.held <= 24 + 2
-    expected = answered(tiny_model("llama"), ids, eviction, positions=positions, evict_every=3)
-    assert out[0, 40:].tolist() == expected
+        assert 24 <= capped.cache.held <= 24 + options.get("evict_every", 1) - 1
+    block = given.get("prefill_chunk_size", 8)
+    expected = answered(model_of(family), ids, eviction, block=block, **options)
+    assert out[0, 41:].tolist() == expected
 
 
 def test_a_pipeline(tmp_path):
