@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from conftest import small_policy, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 from observations import attention_by_loops, observe, same
@@ -125,8 +124,7 @@ def test_scores_of_another_shape_are_refused():
 @pytest.mark.parametrize("name", [n for n in policies.policies() if n != "full"])
 def test_low_precision_inputs_score_in_float32(name, dtype):
     """The same numbers are scored alike in either type, though float16 cannot hold squares."""
-    eviction, scores, kept = small_policy(name, tiny_config("llama")), [], []
-    eviction.allot(64, 2, 2)  # as a cache does, for what goes by a table of heads
+    eviction, scores, kept = replace(load_policy(name), head_budget=None), [], []
     projection = torch.randn(2, 2, 8, 12, generator=torch.Generator().manual_seed(0)).to(dtype)
     for wide in (torch.Tensor.clone, torch.Tensor.float):
         obs = observe(dtype=dtype)
