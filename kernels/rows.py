@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvcap.kernels.arguments import MOST_SPANS, Pins, Spans, aux, strides
 from kvcap.kernels.device import INTEGERS, able, bits, power_of_two
-from kvcap.kernels.launch import run
+from kvcap.kernels.launch import empty, run
 from kvcap.kernels.rotate import rotate_rows
 from kvcap.policies.base import Rows
 
@@ -109,6 +109,39 @@ def padded(x: Tensor, rows: Rows, batch: int) -> Tensor:
             rows.starts,
             rows.lengths,
             rows.longest,
+            BLOCK=block,
+            num_warps=4,
+        )
+    return out
+
+
+def weigh(scores: Tensor, positions: Tensor, regions: Tensor) -> Tensor:
+    """Return scores [B, K, n] in which regions rank below or above all else, by their tier.
+
+    As `policies.base.eviction.by_tier`, but that each sequence has regions of its own.
+
+    Args:
+        scores: [B, K, n], any strides.
+        positions: [B, K, n] int32, contiguous.
+        regions: [B, 1 + 3 m] int32, contiguous: how many a sequence has, then start, stop and tier
+            of each. Where a token is in several, the last counts.
+    """
+    from kvcap.kernels.rows_triton import weigh_regions
+
+    (batch, heads, slots), block = scores.shape, 512
+    out = empty(batch, heads, slots, device=scores.device)
+    with torch.cuda.device_of(scores):
+        run(
+            weigh_regions,
+            (-(-slots // block), batch * heads),
+            scores,
+            positions,
+            regions,
+            out,
+            slots,
+            heads,
+            regions.shape[1],
+            **strides("bhn", score=scores),
             BLOCK=block,
             num_warps=4,
         )

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kvcap.kernels.choose_triton import (
+    HIGHEST,
     NEWER_AT,
     NO_SLOT,
     PINNED,
@@ -41,6 +42,36 @@ def copy_positions(
     first = tl.load(starts + row).to(tl.int64)
     position = tl.where(held, tl.load(positions + first + slot, held, 0), NO_SLOT | slot)
     tl.store(out + row * longest + slot, position, slot < longest)
+
+
+@triton.jit(do_not_specialize=["slots", "heads", "width", "score_b", "score_h"])
+def weigh_regions(
+    scores,  # [B, K, n]
+    positions,  # [B, K, n]
+    regions,  # [B, width], a count, then start, stop and tier of each region
+    out,  # [B, K, n] float32
+    slots,  # n
+    heads,  # K
+    width,
+    score_b,
+    score_h,
+    score_n,
+    BLOCK: tl.constexpr,
+):
+    """Copy some of a row's scores; where a region has the token, write the score of its tier."""
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    held = slot < slots
+    batch, head = row // heads, row % heads
+    score = tl.load(scores + batch * score_b + head * score_h + slot * score_n, held, 0.0)
+    score = score.to(tl.float32)
+    position = tl.load(positions + row * slots + slot, held, 0)
+    mine = regions + batch * width
+    for i in range(0, tl.load(mine)):
+        start, stop = tl.load(mine + 3 * i + 1), tl.load(mine + 3 * i + 2)
+        tier = tl.load(mine + 3 * i + 3).to(tl.float32)
+        score = tl.where((position >= start) & (position < stop), tier * (HIGHEST / 2), score)
+    tl.store(out + row * slots + slot, score, held)
 
 
 @triton.jit

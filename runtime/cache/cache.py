@@ -432,6 +432,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
             engines = [layer.engine for layer in self.capped_layers]
             self._table = RowTable(engines, self._recents(), self.balance)
         self._table.upload(self.seen)
+        each, regions = self.regions.of_rows, self.regions.weighed
+        self._table.weigh([each.get(row, regions) for row in range(self._table.batch)])
         return self._table
 
     def row_pass(

@@ -33,6 +33,8 @@ WEIGHTS = {
     "prompt of open thoughts": Weight(2, 1 / 4, newest=True),
 }
 """Holds the weight of each kind of region; other text has none. A table of docs/thoughts.md."""
+MOST_WEIGHED = MOST * sum(weight.tier != 0 for weight in WEIGHTS.values())
+"""Counts the regions that leave earlier or later than other text, at most."""
 Region = tuple[int, int, int]
 """Holds the tokens [start, stop) of a conversation, and their tier."""
 
@@ -49,11 +51,22 @@ class Regions:
         self._spans: dict[str, list[Span]] = {}
         self.weighed: tuple[Region, ...] = ()
         """Holds the regions that leave earlier or later than other text."""
+        self.of_rows: dict[int, tuple[Region, ...]] = {}
+        """Holds such regions by sequence, where each is a conversation of its own; else `weighed`.
+        """
 
     @property
     def facts(self) -> dict[str, list[Span]]:
         """Return all regions by their kinds, as a session's file keeps them."""
         return {kind: list(spans) for kind, spans in self._spans.items() if spans}
+
+    def moved(self, first: int, by: int) -> tuple[Region, ...]:
+        """Return `weighed` for a cache that counts tokens from `first` on higher by `by`."""
+
+        def at(token: int) -> int:
+            return token + by if token > first else token
+
+        return tuple([(at(start), at(stop), tier) for start, stop, tier in self.weighed])
 
     def early(self, tier: int) -> list[Span]:
         """Return the regions of a tier."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from kvcap.policies.base import Rows
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.pool import Segment
+from kvcap.runtime.cache.regions import MOST_WEIGHED, Region
 
 STEP = 512  # to which the longest row is rounded up: rows of about that length share a CUDA graph
 ALIGNED = 16  # lengths are multiples of it: other strides would need kernels of their own
@@ -82,6 +84,8 @@ class RowTable:
             shape = len(engines), 5 * count + 2
             self._numbers = torch.zeros(shape, dtype=torch.int32, device=device)
             self._recents = torch.tensor(recents, dtype=torch.int32, device=device)
+            regions = self.batch, 1 + 3 * MOST_WEIGHED
+            self._regions = torch.zeros(regions, dtype=torch.int32, device=device)
             self.preferences = self._numbers[:, -1].view(torch.float32)
             """Holds each layer's preference for slots [L] float32; NaN: it has none yet."""
         parts = self._numbers.split((count + 1, count, count, 2 * count, 1), dim=1)
@@ -90,6 +94,7 @@ class RowTable:
         self.seen: int | None = None
         """Holds the tokens read when host and device last agreed; None: the host changed rows."""
         self._last_is_full = False  # the last layer held all it may when they last agreed
+        self._weighed: list[tuple[Region, ...]] = []  # by sequence, as the device has them
 
     def upload(self, seen: int) -> None:
         """Make the device agree with the host, which has read so many tokens."""
@@ -104,6 +109,21 @@ class RowTable:
             numbers[:, -1].view(torch.float32).copy_(torch.tensor(each))
         self._numbers.copy_(numbers)
         self._agree(seen)
+
+    def weigh(self, regions: list[tuple[Region, ...]]) -> None:
+        """Upload the regions of each sequence that leave before or after others, if they differ."""
+        if regions == self._weighed:
+            return
+        numbers = [[len(its), *chain.from_iterable(its)] for its in regions]
+        width = self._regions.shape[1]
+        padded = [[*its, *[0] * (width - len(its))] for its in numbers]
+        self._regions.copy_(torch.tensor(padded, dtype=torch.int32))
+        self._weighed = regions
+
+    @property
+    def regions(self) -> Tensor | None:
+        """Return each sequence's regions as `row_kernels.weigh` takes them; None: none has any."""
+        return self._regions if any(self._weighed) else None
 
     def agreed(self, seen: int, length: int, divided: bool) -> None:
         """Note that a pass has changed host and device alike.
@@ -213,6 +233,8 @@ class RowPass:
         self.past = past
         self.table, self.most, self.always, self.count = table, longest, always, count
         self.read_at = read_at
+        self.regions = table.regions
+        """Holds what leaves before or after other text; see `RowTable.regions`."""
         self.waiting: list[LayerScores] = []
         """Holds the scores of layers that are yet to evict together."""
         self._later: dict[int | None, Tensor] = {}

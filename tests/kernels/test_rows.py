@@ -15,7 +15,7 @@ from kvcap import kernels
 from kvcap.kernels import keydiff, rows, window
 from kvcap.kernels.arguments import Pins
 from kvcap.policies.base import Observation, Rows
-from kvcap.policies.base.eviction import LOWEST
+from kvcap.policies.base.eviction import LOWEST, by_tier
 from kvcap.policies.base.order import lowest
 from kvcap.policies.keydiff import KeyDiff
 from kvcap.runtime.cache.pool import Segment, SlotPool
@@ -295,6 +295,16 @@ def test_numbers_of_slots_are_copied_and_put_back():
     assert (mass != before).sum() == sum(layer.lengths)
     rows.put(torch.zeros(1, 3, 2, device=DEVICE), mass, layer.rows, layer.rows.lengths - 2)
     assert (mass == 0).sum() == 6 + 3 * FREE
+
+
+def test_each_sequence_ranks_its_own_regions():
+    regions = [(3, 90, -2), (80, 200, -1), (0, 5, 1), (2, 4, 2)], [], [(0, 1 << 30, 2)]
+    positions = torch.stack([torch.randperm(600)[:530] for _ in range(6)]).view(3, 2, 530)
+    scores, positions = randn(3, 530, 2, seed=1).transpose(1, 2), positions.int().to(DEVICE)
+    numbers = [[len(its), *(x for one in its for x in one)] for its in regions]
+    found = rows.weigh(scores, positions, ints([[*x, *[7] * (13 - len(x))] for x in numbers]))
+    for i, its in enumerate(regions):
+        assert torch.equal(found[i], by_tier(scores[i], positions[i], its))
 
 
 @pytest.mark.parametrize("kind", ["attention", "joint", "dropkv", "cake", "keydiff"])

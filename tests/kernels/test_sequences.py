@@ -27,7 +27,7 @@ POLICIES = [
 ]  # fmt: skip
 
 
-def sessions_of(policy, pinned=0, kind=None):
+def sessions_of(policy, pinned=0, kind=None, regions=False):
     """Sessions of one runtime that have read prompts of unequal lengths."""
     layers = 2 if policy in ("keydiff", "pyramidkv") else 1
     model = tiny_model("llama", num_hidden_layers=layers, vocab_size=130).to(DEVICE)
@@ -39,6 +39,12 @@ def sessions_of(policy, pinned=0, kind=None):
         found.append(session)
         if pinned:
             session.loop.cache.pin([(0, pinned)])
+        if regions:  # of each session others
+            last = session.loop.cache.seen
+            system, thoughts = (0, 4 + last // 5), (last - 2, last + 1)
+            session.loop.cache.regions.add(
+                {"system prompt and tools": [system], "thoughts": [thoughts]}
+            )
     return runtime, found
 
 
@@ -47,9 +53,9 @@ def kept(session):
     return [(s.held, [sorted(head.tolist()) for head in s.positions[0]]) for s in segments]
 
 
-def alone(policy, pinned, kind):
+def alone(*case):
     """What each session's tokens give if it is alone; and the sessions after that."""
-    _, sessions = sessions_of(policy, pinned, kind)
+    _, sessions = sessions_of(*case)
     for session in sessions:
         session.loop.graphs = None
     with kernels.use("eager"):
@@ -82,10 +88,10 @@ def read_together(rows, sessions):
     return logits
 
 
-def check(policy, pinned=0, kind=None, close=1e-3):
+def check(policy, pinned=0, kind=None, regions=False, close=1e-3):
     """Sessions in rows, by kernels, give what each gives alone and eagerly; returns the rows."""
-    expected, others = alone(policy, pinned, kind)
-    runtime, sessions = sessions_of(policy, pinned, kind)
+    expected, others = alone(policy, pinned, kind, regions)
+    runtime, sessions = sessions_of(policy, pinned, kind, regions)
     with kernels.use("triton"):
         rows, why = runtime.shared_rows(3)
         assert why is None
@@ -123,6 +129,15 @@ def test_sessions_that_fill_are_read_with_full_ones(policy):
 def test_first_tokens_that_are_pinned_stay_in_rows(policy):
     """Pinned where they are filled as well as where they are full from the beginning."""
     check(policy, pinned=4)
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("policy", ["keydiff", "h2o"])
+def test_each_row_knows_what_leaves_first_and_what_last(policy):
+    """By one graph, as the device has the regions of each."""
+    rows = check(policy, regions=True)
+    if DEVICE == "cuda":
+        assert [kind.weighs for kind in rows.loop.graphs.captured] == [True]
 
 
 @pytest.mark.parametrize(

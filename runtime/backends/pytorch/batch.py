@@ -30,6 +30,7 @@ from kvcap.runtime.backends.pytorch.shared_pass import (
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.pinned_slots import merged
 from kvcap.runtime.cache.pool import Segment
+from kvcap.runtime.cache.regions import Region
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.models.wrappers import text_config
@@ -58,6 +59,11 @@ class Lease:
     cache: BudgetCache  # the session's own
     first: int  # tokens of the session, from its first on, that are never evicted
     ahead: int = 0  # the rows' counter minus the session's
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """Return what leaves before or after other text, where the rows' counter has it."""
+        return self.cache.regions.moved(self.first, self.ahead)
 
 
 class SessionRows:
@@ -139,6 +145,7 @@ class SessionRows:
                 samplers[row] = answer.step.sampler
         for row in self._leases.keys() - set(rows):
             self._give_back(row, self._leases[row])
+        self.cache.regions.of_rows = {row: lease.regions for row, lease in self._leases.items()}
         begun = self._begun = Begun(rows, set(samplers), set(rows))
         with interrupts_deferred():
             self._ids.copy_(torch.tensor(ids)[:, None], non_blocking=True)

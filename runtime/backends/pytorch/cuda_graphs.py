@@ -35,6 +35,7 @@ class PassKind(NamedTuple):
     need_logits: bool  # of the last token
     longest: int  # no row is longer; 0: slots are no rows
     compact: bool  # the positions at which it is read
+    weighs: bool = False  # rows have regions that leave before or after others
 
 
 class BlockGraphs:
@@ -77,12 +78,14 @@ class BlockGraphs:
         kind = self._kind(ids, need_logits)
         if kind is None:
             return None
-        if (spans := (*self.cache.pinned_spans, *self.cache.regions.weighed)) != self._spans:
+        cache = self.cache
+        regions = () if cache.by_rows else cache.regions.weighed  # which rows have on the device
+        if (spans := (*cache.pinned_spans, *regions)) != self._spans:
             self.captured, self._spans = {}, spans
         if kind not in self.captured and not self._capture(ids, kind):
             return None
-        logits = self.captured[kind].replay(ids, self.cache.seen)
-        self.cache.advance(ids.shape[1])  # while the GPU computes
+        logits = self.captured[kind].replay(ids, cache.seen)
+        cache.advance(ids.shape[1])  # while the GPU computes
         return logits
 
     def reader(self, ids: Tensor, need_logits: bool) -> Any:
@@ -136,8 +139,9 @@ class BlockGraphs:
                 return None
             length = block
         part = length if blocks_of(cache, length) == 1 else block
-        longest = cache.row_table().longest(part)
-        return PassKind(batch, length, need_logits, longest, cache.compact_positions)
+        table = cache.row_table()
+        longest, weighs = table.longest(part), table.regions is not None
+        return PassKind(batch, length, need_logits, longest, cache.compact_positions, weighs)
 
     def pass_length(self, batch: int, left: int) -> int | None:
         """Return how many of a prompt's `left` tokens are read as several blocks in one pass."""

@@ -34,8 +34,10 @@ def converse(loop: BlockLoop, vocabulary: int) -> None:
     block, budget = cache.block_size, cache.layout.budget_tokens
     short = block // 16 + 2
     with suppress(MemoryCapExceeded, torch.OutOfMemoryError):
-        for whole in (0, budget if budget <= MOST * block else 0):
+        filled = budget if budget <= MOST * block else 0
+        for whole, system in ((0, 0), (filled, 0), (0, 1)):  # regions have kernels
             cache.reset()
+            cache.regions.add({"system prompt and tools": [(0, system)]})
             for length in (whole + READS * block + short, *READS * (1,), short, *READS * (1,)):
                 room = length if cache.eviction.policy.evicts else min(length, cache.spare)
                 if room:
@@ -46,3 +48,4 @@ def converse(loop: BlockLoop, vocabulary: int) -> None:
             rng = torch.Generator().manual_seed(0)
             Sampler(GenerationConfig(**way), rng).next(logits, history).item()
     cache.reset()
+    cache.regions.cut(0)

@@ -266,6 +266,7 @@ class EagerSlots(SlotEngine):
             attended=step.attended,
             state={name: views[name] for name in self.eviction.state} if policy.has_state else {},
             pinned_spans=spans,
+            regions=policy.regions.of_rows.get(segment.row, policy.regions.weighed),
             **common,
         )
 

@@ -89,7 +89,6 @@ class LayerPolicy:
         return {
             "output_projection": projection,
             "layer": self.index,
-            "regions": self.regions.weighed,
             "rule": call.logits,
             "expansion": call.expansion,
             "saliency": self.eviction.saliency,

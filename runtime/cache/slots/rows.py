@@ -21,7 +21,6 @@ from kvcap.kernels.choice import ready
 from kvcap.kernels.division import Division
 from kvcap.policies import Observation, Policy
 from kvcap.policies.base import Rows
-from kvcap.policies.base.eviction import by_tier
 from kvcap.runtime.attention.functions import attend_rows, takes_token
 from kvcap.runtime.cache.layer_balance import LayerBalance, Shares
 from kvcap.runtime.cache.layout import CacheLayout
@@ -289,7 +288,7 @@ class RowSlots(SlotEngine):
     def _await_other_layers(self, step: RowStep, balance: LayerBalance) -> None:
         """Score a block and keep the scores until all layers evict."""
         obs = self._observe(step)
-        scores = _pinned_beyond(self._score(obs, step.stored), obs)
+        scores = _weighed(self._score(obs, step.stored), obs, step.rows.whole)
         preference = kernels.preference(balance.budget, obs)
         waiting = LayerScores(scores, preference, step.length, obs.num_tokens)
         step.rows.whole.waiting.append(waiting)
@@ -307,7 +306,7 @@ class RowSlots(SlotEngine):
             division = self._divide(scores, pins, obs, rows)
         rescorer = self.eviction.rescorer
         scores = kernels.rescore(rescorer, scores, pins, obs, rows.targets, rows.pins)
-        scores = _pinned_beyond(scores, obs)
+        scores = _weighed(scores, obs, rows.whole)
         shift = None if self.positions.rotation is None else self.pool.aux[SHIFT]
         newer = None if self.query_window is None else self.query_window.shift
         moved = row_kernels.Pool(self.moving, shift, rows.after, rows.pins, rows.targets)
@@ -409,9 +408,10 @@ class RowSlots(SlotEngine):
         )
 
 
-def _pinned_beyond(scores: Tensor, obs: Observation) -> Tensor:
+def _weighed(scores: Tensor, obs: Observation, rows: RowPass) -> Tensor:
     """Weigh regions, and pin spans beyond those that kernels take, by scores [B, K, longest]."""
-    scores = by_tier(scores, obs.positions, obs.regions)
+    if rows.regions is not None:
+        scores = row_kernels.weigh(scores, obs.positions, rows.regions)
     for start, stop in obs.pinned_spans[MOST_SPANS:]:
         inside = (obs.positions >= start) & (obs.positions < stop)
         scores = scores.masked_fill(inside, float("inf"))

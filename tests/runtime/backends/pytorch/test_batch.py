@@ -9,9 +9,11 @@ from functools import partial
 from typing import Any
 
 import pytest
+import tiny_chat
 import torch
 from batches import NEVER, as_alone, together
 from make import in_python
+from region_checks import BUDGET, check_regions
 from tools import ROOT, kept
 from tools import pocket_runtime as runtime_of
 
@@ -98,6 +100,13 @@ def test_answers_and_what_is_kept_are_those_of_sessions_alone(
     assert batch.apart is None
     questions = [QUESTION.format(door) for door in ("blue", "red", "old")]
     as_alone(batch, *pair(runtime, SAID), questions)
+
+
+def test_thoughts_and_results_leave_first_and_the_system_prompt_last(tmp_path: Any) -> None:
+    runtime = kvcap.Runtime.from_pretrained(
+        tiny_chat.save(tmp_path), "lagkv", budget_tokens=BUDGET, block_size=16, device="cpu"
+    )
+    check_regions(runtime, 2)
 
 
 def test_a_shared_pass_reads_the_tokens_of_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,33 @@ def test_replayed_blocks_equal_eager_ones(policy, positions, tokens):
     assert kept[0] == kept[1]
 
 
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "calidrop"])
+def test_replayed_tokens_know_what_leaves_first_and_what_last(policy):
+    """By the graphs there are where rows have regions on the device, whatever these become."""
+    ids = 3 + torch.randperm(216, generator=torch.Generator().manual_seed(1))[None].cuda()
+    model, kept = tiny_model("llama", vocab_size=256).cuda(), []
+    for graphs in (True, False):
+        cache = kvcap.BudgetCache(model.config, 64, 16, small_policy(policy, model.config))
+        loop = BlockLoop(model, cache, graphs=graphs)
+        cache.regions.add({"system prompt and tools": [(0, 20)]})
+        loop.prefill(ids[:, :176])
+        cache.regions.add({"thoughts": [(165, 176)]})
+        for i in range(176, 190):
+            loop.read(ids[:, i : i + 1])
+        made = dict(loop.graphs.captured) if graphs else {}
+        cache.regions.add({"tool results": [(178, 188)]})
+        for i in range(190, 206):
+            loop.read(ids[:, i : i + 1])
+        segments = [s for layer in cache.capped_layers for s in layer.segments]
+        kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
+        assert all({*range(20)} < set(head) for head in kept[-1])
+        assert not any({*range(165, 176)} & set(head) for head in kept[-1])
+        if graphs and cache.by_rows:
+            assert made
+            assert made.items() <= loop.graphs.captured.items()
+    assert kept[0] == kept[1]
+
+
 @pytest.mark.parametrize("positions", ["compact", "true"])
 @pytest.mark.parametrize(
     "policy", ["keydiff", "dropkv", "snapkv", "h2o", "headkv", "pyramidkv", "calidrop"]
