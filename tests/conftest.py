@@ -331,6 +331,14 @@ def alive() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a random Llama model with the tokenizer of the built-in model."""
+    from make import saved_model
+
+    return saved_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """Return the tokenizer of the built-in model."""
     return AutoTokenizer.from_pretrained(pocket.path())

@@ -28,8 +28,10 @@ def engine(backend: str, model: str, slots: int = 64) -> Any:
     return ToyEngine(slots) if backend == "numpy" else tiny(model).with_budget(slots)
 
 
-def saved_model(path: Path) -> Path:
-    """Save a random Llama model with pocket's tokenizer into a folder; return the folder."""
+def saved_model(
+    path: Path, family: str = "llama", *, template: bool = True, **changes: Any
+) -> Path:
+    """Save a random model with pocket's tokenizer into a folder; return the folder."""
     from conftest import tiny_model
     from transformers import AutoTokenizer
 
@@ -37,7 +39,8 @@ def saved_model(path: Path) -> Path:
 
     tokenizer = AutoTokenizer.from_pretrained(pocket.path())
     sizes = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-    tiny_model("llama", **sizes).save_pretrained(path)
+    tokenizer.chat_template = tokenizer.chat_template if template else None
+    tiny_model(family, **{**sizes, **changes}).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 

@@ -13,6 +13,7 @@ import pytest
 import tiny_chat
 import torch
 from conftest import tiny_config, tiny_model
+from make import saved_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcap
@@ -33,14 +34,8 @@ FILLER = " ".join(islice(filler(Random(0)), 40))
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Folders of random models with pocket's tokenizer: one plain, one that slides and caps."""
-    tokenizer = AutoTokenizer.from_pretrained(pocket.path())
-    by_family = {}
-    for family in ("qwen3", "gemma2"):
-        folder = tmp_path_factory.mktemp(family)
-        tiny_model(family, vocab_size=len(tokenizer)).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        by_family[family] = str(folder)
-    return by_family
+    make = tmp_path_factory.mktemp
+    return {x: str(saved_model(make(x), x)) for x in ("qwen3", "gemma2")}
 
 
 def plain(where: str, ids: list[int], before: list[int] = [], shift: int = 1) -> torch.Tensor:  # noqa: B006

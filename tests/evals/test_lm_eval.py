@@ -18,6 +18,7 @@ import pytest
 import tiny_chat
 import torch
 from conftest import tiny_model
+from make import argv, saved_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcap
@@ -48,16 +49,9 @@ def requests(kind: str, *given: tuple[Any, ...]) -> list[Any]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Random models that know pocket's tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(pocket.path())
-    by_name = {"pocket": str(pocket.path())}
-    for family in ("llama", "gemma2"):
-        folder = tmp_path_factory.mktemp(family)
-        end = tokenizer.eos_token_id
-        model = tiny_model(family, vocab_size=len(tokenizer), eos_token_id=end)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        by_name[family] = str(folder)
-    return by_name
+    make = tmp_path_factory.mktemp
+    made = {x: str(saved_model(make(x), x)) for x in ("llama", "gemma2")}
+    return {"pocket": str(pocket.path()), **made}
 
 
 PAIRS = [
@@ -448,24 +442,14 @@ def test_lm_evals_command_line(
 def test_lm_evals_own_model_with_kvcaps_attention_warns(local_tasks: Path, tmp_path: Path) -> None:
     """`--model hf` has no cache of kvcap's: it runs uncapped, and says so."""
     done = subprocess.run(
-        [
+        argv(
+            "{} -c {} lm-eval --model hf --model_args {} --tasks local_multiple_choice "
+            "--include_path {} --limit 1 --device cpu",
             sys.executable,
-            "-c",
             f"{ALONE}; from kvcap.cli import main; main()",
-            "lm-eval",
-            "--model",
-            "hf",
-            "--model_args",
             f"pretrained={pocket.path()},attn_implementation=kvcap,dtype=float32",
-            "--tasks",
-            "local_multiple_choice",
-            "--include_path",
-            str(local_tasks),
-            "--limit",
-            "1",
-            "--device",
-            "cpu",
-        ],
+            local_tasks,
+        ),
         env={**os.environ, "HF_DATASETS_CACHE": str(tmp_path)},
         capture_output=True,
         text=True,

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sweeps import made_cell
 
 from kvcap.evals.quality.scores import wilson
 from kvcap.lab.plots import draw, needles, pareto, recall, style
 from kvcap.lab.plots.groups import pooled
-from kvcap.lab.quality.cells import Cell, Setting
+from kvcap.lab.quality.cells import Cell
 
 
 def cell(policy: str, budget: int | None, right: int, mode: Any = "true", **more: Any) -> Cell:
-    mode = "true" if budget is None else mode
-    changed = {name: more.pop(name) for name in ("depth", "length") if name in more}
-    setting = Setting("m", "float32", "t", 64, policy, mode, budget, 10, 0, 16)
-    scores = (1.0,) * right + (0.0,) * (10 - right)
-    made = Cell(
-        replace(setting, **changed),
-        right / 10,
-        *wilson(right, 10),
-        (budget or 64) * 1024,
-        0.0,
-        "cpu",
-        {},
-        {"p20": 0.9, "p50": 0.1 * len(policy), "p80": 1.1} if budget else None,
-        scores=scores,
-    )
-    return replace(made, **more)
+    """Return a cell with 10 samples, of which some are right."""
+    more = {"kv_bytes": (budget or 64) * 1024, "positions": mode, **more}
+    if budget:
+        more["scoring_ms"] = {"p20": 0.9, "p50": 0.1 * len(policy), "p80": 1.1}
+    else:
+        del more["positions"]
+    return made_cell(policy, budget, (1.0,) * right + (0.0,) * (10 - right), **more)
 
 
 def texts(axis: Any) -> list[str]:

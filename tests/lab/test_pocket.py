@@ -24,11 +24,6 @@ MIB = 2**20
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(pocket.path())
-
-
-@pytest.fixture(scope="module")
 def model() -> Any:
     return AutoModelForCausalLM.from_pretrained(pocket.path(), dtype=torch.float32).eval()
 

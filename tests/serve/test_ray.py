@@ -13,13 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import tiny_model
-from make import eventually
+from make import eventually, saved_model
 from server_chats import admitted, served
 from tools import PATIENCE
-from transformers import AutoTokenizer
 
-from kvcap import pocket
 from kvcap.runtime.cli.options import Budget
 from kvcap.runtime.errors import PlanInfeasible
 from kvcap.serve.commands import EngineOptions, Load
@@ -43,11 +40,7 @@ def user(number: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small random model, which does not end an answer by itself."""
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = AutoTokenizer.from_pretrained(pocket.path())
-    tiny_model("llama", vocab_size=len(tokenizer), eos_token_id=[]).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return str(saved_model(tmp_path_factory.mktemp("model"), eos_token_id=[]))
 
 
 @pytest.fixture(scope="module")

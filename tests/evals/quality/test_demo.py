@@ -10,7 +10,7 @@ import pytest
 import tiny_gguf
 from click.testing import CliRunner
 from llama_reference import needs_library
-from make import saved_model
+from make import argv
 
 from kvcap import pocket
 from kvcap.cli import application
@@ -27,11 +27,6 @@ app = application()
 needs_pocket = pytest.mark.skipif(
     not (pocket.path() / "model.safetensors").exists(), reason="pocket's weights are not there"
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved_model(tmp_path_factory.mktemp("model"))
 
 
 def printed(*args: str) -> Any:
@@ -142,23 +137,11 @@ def test_the_demo_refuses_nonsense(folder: Path, tokens: int, facts: int) -> Non
 
 
 def test_eval_prints_the_table_and_writes_it(folder: Path, tmp_path: Path) -> None:
-    args = (
-        "eval",
-        str(folder),
-        "--lengths",
-        "96",
-        "--samples",
-        "2",
-        "--budgets",
-        "24,32",
-        "--positions",
-        "compact",
-        "--block-size",
-        "16",
-        "--device",
-        "cpu",
-        "--out",
-        str(tmp_path),
+    args = argv(
+        "eval {} --lengths 96 --samples 2 --budgets 24,32 --positions compact "
+        "--block-size 16 --device cpu --out {}",
+        folder,
+        tmp_path,
     )
     assert printed(*args).stdout == (tmp_path / "results.md").read_text() + "\n"
     cells = json.loads(printed(*args, "--json").stdout)

@@ -17,10 +17,11 @@ import pytest
 import tiny_chat
 import torch
 from conftest import tiny_model
+from make import argv, saved_model
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
-from kvcap import cli, pocket
+from kvcap import cli
 from kvcap.evals.quality import recommend, tune
 from kvcap.evals.quality.tune import TuningRequest
 from kvcap.evals.quality.tune_torch import TorchTuned
@@ -38,12 +39,7 @@ TEXT = " ".join(islice(filler(Random(0)), 60))
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random base model: it has pocket's tokens, and no chat template."""
     path = tmp_path_factory.mktemp("model")
-    tokenizer = AutoTokenizer.from_pretrained(pocket.path())
-    tokenizer.chat_template = None
-    size = len(tokenizer)
-    tiny_model("llama", vocab_size=size, max_position_embeddings=512).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+    return str(saved_model(path, template=False, max_position_embeddings=512))
 
 
 @pytest.fixture
@@ -109,18 +105,9 @@ def test_the_last_line_is_a_command_that_runs(
     assert given[:6] == ["kvcap", "generate", folder, "--file", file, "--raw"]
     assert given[6] == "--policy"
     assert given[7] in ("snapkv", "streaming_llm")
-    assert given[8:] == [
-        "--budget-tokens",
-        "48",
-        "--block-size",
-        "16",
-        "--dtype",
-        "float32",
-        "--device",
-        "cpu",
-        "--recall",
-        "24",
-    ]
+    assert given[8:] == argv(
+        "--budget-tokens 48 --block-size 16 --dtype float32 --device cpu --recall 24"
+    )
     assert cli.run([*given[1:], "--max-new-tokens", "1"]) == 0
 
 
@@ -141,23 +128,12 @@ def test_one_json_document_and_a_chat(
             (None, True) if policy == "full" else (48, False)
         )
     chosen = document["policy"]
-    assert document["command"] == [
-        "kvcap",
-        "chat",
+    assert document["command"] == argv(
+        "kvcap chat {} --policy {} --budget-tokens 48 --block-size 16 --device cpu "
+        "--threads 1 --recall auto",
         model,
-        "--policy",
         chosen,
-        "--budget-tokens",
-        "48",
-        "--block-size",
-        "16",
-        "--device",
-        "cpu",
-        "--threads",
-        "1",
-        "--recall",
-        "auto",
-    ]
+    )
     assert shlex.split(document["command_line"]) == document["command"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello!\n")))
     assert cli.run([*document["command"][1:], "--max-new-tokens", "1"]) == 0

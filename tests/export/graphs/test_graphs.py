@@ -581,18 +581,9 @@ def test_the_commands(tmp_path, capsys):
     assert (
         run(
             [
-                "export",
-                "scorer",
-                "snapkv",
+                *argv("export scorer snapkv"),
                 *SMALL,
-                "--window",
-                "4",
-                "--policy-option",
-                "pool=avg",
-                "--json",
-                "--quick",
-                "-o",
-                str(tmp_path),
+                *argv("--window 4 --policy-option pool=avg --json --quick -o {}", tmp_path),
             ]
         )
         == 0
@@ -628,16 +619,9 @@ def test_ort_format_and_the_mobile_report(tmp_path, capsys):
     assert (
         run(
             [
-                "export",
-                "scorer",
-                "keydiff",
+                *argv("export scorer keydiff"),
                 *SMALL,
-                "-o",
-                str(tmp_path),
-                "--ort",
-                "--quick",
-                "--mobile-report",
-                "--json",
+                *argv("-o {} --ort --quick --mobile-report --json", tmp_path),
             ]
         )
         == 0

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_model
 from families import OLD, STATES, model_of
+from make import argv
 from torch import Tensor
-from transformers import AutoTokenizer
 
-from kvcap import cli, pocket
+from kvcap import cli
 from kvcap.lab import analyze
 from kvcap.lab.analyze import (
     AnalysisOptions,
@@ -35,19 +34,6 @@ from kvcap.policies.base import Logits
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 
 TOKENS = 96
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(pocket.path())
-
-
-@pytest.fixture(scope="module")
-def folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -345,15 +331,9 @@ def test_every_analysis_of_every_kind_of_model(
 
 def command(folder: Path, *words: str) -> list[str]:
     return [
-        "analyze",
-        str(folder),
+        *argv("analyze {}", folder),
         *words,
-        "--tokens",
-        str(TOKENS),
-        "--block-size",
-        "16",
-        "--device",
-        "cpu",
+        *argv("--tokens {} --block-size 16 --device cpu", TOKENS),
     ]
 
 
@@ -380,25 +360,12 @@ def test_a_file_is_read_with_the_options_given(
 ) -> None:
     file = tmp_path / "letter.txt"
     file.write_text("The quick brown fox jumps over the lazy dog. " * 20)
-    words = [
-        "kept",
-        "pca",
-        "-f",
-        str(file),
-        "--policies",
-        "snapkv,tova",
-        "--policy-option",
-        "window=4",
-        "--budgets",
-        "10,20",
-        "--layer",
-        "1",
-        "--head",
-        "1",
-        "--json",
-        "--out",
-        str(tmp_path / "new" / "out"),
-    ]
+    words = argv(
+        "kept pca -f {} --policies snapkv,tova --policy-option window=4 --budgets 10,20 "
+        "--layer 1 --head 1 --json --out {}",
+        file,
+        tmp_path / "new" / "out",
+    )
     assert cli.run(command(folder, *words)) == 0
     stays, points = json.loads(capsys.readouterr().out)
     assert "".join(stays["figures"]["pieces"]) in file.read_text()

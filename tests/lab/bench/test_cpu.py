@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from make import argv
 from safetensors.torch import save_file
 
 from kvcap import cli
@@ -250,23 +251,7 @@ def test_the_options_are_those_of_llama_bench(
 
     monkeypatch.setattr(cpu, "run", run)
     more = ["--vs", "llama.cpp", "--peer-python", "llama.cpp=a=b", "--weights", "int8,int4"]
-    line = [
-        "bench",
-        "cpu",
-        "-p",
-        "8,16",
-        "-n",
-        "4",
-        "-d",
-        "32,64",
-        "-r",
-        "7",
-        "-t",
-        "1,2",
-        "--starts",
-        "20",
-        *more,
-    ]
+    line = [*argv("bench cpu -p 8,16 -n 4 -d 32,64 -r 7 -t 1,2 --starts 20"), *more]
     for output in ("md", "json", "csv"):
         assert cli.run([*line, "-m", "pocket", "-o", output]) == 0
         said = capsys.readouterr().out

@@ -14,11 +14,13 @@ import pytest
 import tiny_chat
 import torch
 from conftest import tiny_model
+from make import argv, saved_model
+from sweeps import small_sweep
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoTokenizer
 
 import kvcap
-from kvcap import cli, pocket
+from kvcap import cli
 from kvcap.evals.quality.scores import bootstrap
 from kvcap.lab.quality.agreement import SettingAgreement, compare, measure, table
 from kvcap.lab.quality.sweep import Sweep
@@ -33,27 +35,12 @@ TEXT = " ".join(f"{s} {next(STATED).statement}" for s in islice(filler(Random(0)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama that knows pocket's tokens."""
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = AutoTokenizer.from_pretrained(pocket.path())
-    size = len(tokenizer)
-    tiny_model("llama", vocab_size=size, max_position_embeddings=512).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return saved_model(tmp_path_factory.mktemp("model"), max_position_embeddings=512)
 
 
 @pytest.fixture
 def sweep(folder: Path) -> Sweep:
-    return Sweep(
-        model=str(folder),
-        policies=("keydiff", "full"),
-        budgets=(24,),
-        lengths=(100,),
-        samples=2,
-        positions=("compact", "true"),
-        block_size=16,
-        device="cpu",
-    )
+    return small_sweep(folder, budgets=(24,), lengths=(100,))
 
 
 def only(report: Any, policy: str, positions: str = "true") -> SettingAgreement:
@@ -108,16 +95,11 @@ def test_figures_are_those_of_whole_matrices(positions: Any, sweep: Sweep, folde
 
 
 def test_uncapped_agrees_exactly_and_what_drops_everything_does_not() -> None:
-    sweep = Sweep(
-        policies=("full", "random", "keydiff"),
-        budgets=(4, 192),
-        lengths=(400,),
-        samples=2,
-        positions=("compact",),
-        block_size=64,
-        device="cpu",
+    sizes = {"budgets": (4, 192), "lengths": (400,), "block_size": 64}
+    policies = ("full", "random", "keydiff")
+    report = measure(
+        small_sweep("pocket", policies=policies, positions=("compact",), **sizes), TEXT
     )
-    report = measure(sweep, TEXT)
     full = only(report, "full")
     assert full.evicted.tokens == 0
     assert (full.fits.same, full.fits.kl, full.fits.tokens) == (1, 0, report.tokens)
@@ -175,33 +157,14 @@ def test_the_command(sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
     out = tmp_path / "out"
-    command = [
-        "eval",
+    command = argv(
+        "eval {} --agreement -f {} --policies keydiff,snapkv --policy-option window=4 "
+        "--budgets 24,40 --lengths 100 --samples 2 --positions compact --block-size 16 "
+        "--device cpu --kv-dtype int8 --out {}",
         sweep.model,
-        "--agreement",
-        "-f",
-        str(file),
-        "--policies",
-        "keydiff,snapkv",
-        "--policy-option",
-        "window=4",
-        "--budgets",
-        "24,40",
-        "--lengths",
-        "100",
-        "--samples",
-        "2",
-        "--positions",
-        "compact",
-        "--block-size",
-        "16",
-        "--device",
-        "cpu",
-        "--kv-dtype",
-        "int8",
-        "--out",
-        str(out),
-    ]
+        file,
+        out,
+    )
     assert cli.run(command) == 0
     said = capsys.readouterr().out
     assert said == (out / "agreement.md").read_text() + "\n"

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny_model
-from transformers import AutoTokenizer
+from make import argv
 from worker_jobs import Chores
 
-from kvcap import cli, pocket
+from kvcap import cli
 from kvcap.lab.quality.cells import read_cells
 from kvcap.lab.quality.workers import spread
 from kvcap.lab.quality.workers.ray_cluster import RayCluster
@@ -61,15 +60,13 @@ def test_a_node_killed_in_a_sweep_loses_nothing(cluster: Any, tmp_path: Path) ->
 
 
 def test_the_command_spreads_cells_over_a_cluster(
-    cluster: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cluster: Any, folder: Path, tmp_path: Path
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(pocket.path())
-    size, end = len(tokenizer), tokenizer.eos_token_id
-    model = tmp_path / "model"
-    tiny_model("llama", vocab_size=size, eos_token_id=end).save_pretrained(model)
-    tokenizer.save_pretrained(model)
-    command = ["eval", str(model), "--policies", "keydiff,full", "--budgets", "24,48"]
-    command += ["--lengths", "64", "--samples", "2", "--block-size", "16", "--device", "cpu"]
+    command = argv(
+        "eval {} --policies keydiff,full --budgets 24,48 "
+        "--lengths 64 --samples 2 --block-size 16 --device cpu",
+        folder,
+    )
     ray_options = ["--engine", "ray", "--ray-address", cluster.address]
     assert cli.run([*command, *ray_options, "--out", str(tmp_path / "ray")]) == 0
     assert cli.run([*command, "--out", str(tmp_path / "here")]) == 0

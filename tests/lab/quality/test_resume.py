@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from make import saved_model
+from sweeps import small_sweep
 
 from kvcap import cli
 from kvcap.lab.quality import agreement
@@ -66,25 +66,9 @@ for point in sys.argv[3:]:
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def sweep(folder: Path) -> Sweep:
-    """Five cells."""
-    return Sweep(
-        model=str(folder),
-        policies=("keydiff", "full"),
-        budgets=(24, 48),
-        lengths=(96,),
-        samples=2,
-        positions=("compact", "true"),
-        block_size=16,
-        batch_size=2,
-        device="cpu",
-    )
+    return small_sweep(folder)
 
 
 def same(cells: list[Cell]) -> list[tuple[Any, ...]]:

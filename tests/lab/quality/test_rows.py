@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from make import argv
 
-from kvcap import cli, pocket
+from kvcap import cli
 from kvcap.evals.quality.prompts import prompt_ids, prompt_parts
 from kvcap.lab.quality import metrics
 from kvcap.lab.quality.cells import cells_of, read_cells
@@ -24,11 +24,6 @@ from kvcap.lab.report.leaderboard import page, sections
 from kvcap.runtime.errors import ExtraMissing
 
 TOWN = "The mayor of Lowmere is Ann Ode. The river Alder runs through it."
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(pocket.path())
 
 
 @pytest.fixture(autouse=True)
@@ -404,32 +399,13 @@ def test_pocket_answers_a_users_file(
     made = make_samples("niah_single", tokenizer, 150, 2, seed=5)
     rows = [{"context": s.context, "question": s.question, "answers": s.answers} for s in made]
     path, out = write(tmp_path / "facts.jsonl", *rows), tmp_path / "out"
-    command = [
-        "eval",
-        "pocket",
-        "--tasks",
-        "file",
-        "--data",
-        str(path),
-        "--lengths",
-        "256",
-        "--policies",
-        "streaming_llm,full",
-        "--budgets",
-        "48",
-        "--positions",
-        "compact",
-        "--question",
-        "both",
-        "--samples",
-        "2",
-        "--max-new-tokens",
-        "16",
-        "--device",
-        "cpu",
-        "--out",
-        str(out),
-    ]
+    command = argv(
+        "eval pocket --tasks file --data {} --lengths 256 --policies streaming_llm,full "
+        "--budgets 48 --positions compact --question both --samples 2 --max-new-tokens 16 "
+        "--device cpu --out {}",
+        path,
+        out,
+    )
     assert cli.run(command) == 0
     cells = {(c.setting.policy, c.setting.question): c for c in read_cells(out / "cells.jsonl")}
     assert len(cells) == 4

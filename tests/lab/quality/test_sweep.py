@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_config, tiny_model
-from make import saved_model
-from transformers import AutoTokenizer
+from make import argv
+from sweeps import small_sweep
 
-from kvcap import cli, pocket
+from kvcap import cli
 from kvcap.evals.quality.answering import answer, losses
 from kvcap.evals.quality.prompts import Sample, prompt_ids, prompt_parts
 from kvcap.evals.quality.scores import UNITS, bootstrap, cell_score, interval, wilson
@@ -39,29 +39,9 @@ from kvcap.runtime.errors import ModelNotFound, UnsupportedModel
 from kvcap.runtime.planning.plan import MemoryPlan
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(pocket.path())
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def sweep(folder: Path) -> Sweep:
-    return Sweep(
-        model=str(folder),
-        policies=("keydiff", "full"),
-        budgets=(24, 48),
-        lengths=(128,),
-        samples=3,
-        positions=("compact", "true"),
-        block_size=16,
-        batch_size=2,
-        device="cpu",
-    )
+    return small_sweep(folder, lengths=(128,), samples=3)
 
 
 @pytest.mark.parametrize("length", [64, 513])
@@ -221,16 +201,8 @@ def test_a_question_that_comes_after_meets_an_evicted_context(policy: str, token
 def test_uncapped_answers_do_not_depend_on_when_the_question_comes(
     folder: Path, tmp_path: Path
 ) -> None:
-    sweep = Sweep(
-        ("full",),
-        (48,),
-        lengths=(128, 200),
-        samples=3,
-        model=str(folder),
-        block_size=16,
-        device="cpu",
-        questions=("aware", "after"),
-    )
+    lengths, questions = (128, 200), ("aware", "after")
+    sweep = small_sweep(folder, policies=("full",), lengths=lengths, questions=questions)
     texts: dict[Any, list[str]] = {}
 
     def score(sample: Sample, reply: str) -> float:
@@ -245,7 +217,7 @@ def test_uncapped_answers_do_not_depend_on_when_the_question_comes(
         (200, "aware"),
         (200, "after"),
     ]
-    assert len(texts) == 6
+    assert len(texts) == 4
     assert all(aware == after != "" for aware, after in texts.values())
     table = (tmp_path / "results.md").read_text()
     assert "128 tokens, question-aware, " in table
@@ -388,28 +360,12 @@ def test_a_base_model_is_asked_in_plain_text_and_the_command_says_so(
 
     monkeypatch.setattr("kvcap.lab.quality.measuring.answer", noted)
     out = tmp_path / "out"
-    command = [
-        "eval",
-        str(base),
-        "--tasks",
-        "niah_single_1,perplexity",
-        "--policies",
-        "keydiff",
-        "--budgets",
-        "24",
-        "--lengths",
-        "300",
-        "--samples",
-        "2",
-        "--block-size",
-        "16",
-        "--positions",
-        "true",
-        "--device",
-        "cpu",
-        "--out",
-        str(out),
-    ]
+    command = argv(
+        "eval {} --tasks niah_single_1,perplexity --policies keydiff --budgets 24 "
+        "--lengths 300 --samples 2 --block-size 16 --positions true --device cpu --out {}",
+        base,
+        out,
+    )
     assert cli.run(command) == 0
     assert f"{base} has no chat template" in capsys.readouterr().err.replace("\n", "")
     cells = {cell.setting.task: cell for cell in read_cells(out / "cells.jsonl")}
@@ -530,24 +486,11 @@ def test_sinks_are_pinned_in_every_task(sweep: Sweep) -> None:
 def test_sinks_change_what_a_text_loses(folder: Path, tmp_path: Path) -> None:
     def scores(name: str, *sinks: str) -> list[float]:
         command = [
-            "eval",
-            str(folder),
-            "--tasks",
-            "perplexity",
-            "--policies",
-            "random,full",
-            "--budgets",
-            "24",
-            "--lengths",
-            "90",
-            "--samples",
-            "2",
-            "--block-size",
-            "16",
-            "--positions",
-            "true",
-            "--device",
-            "cpu",
+            *argv(
+                "eval {} --tasks perplexity --policies random,full --budgets 24 --lengths 90 "
+                "--samples 2 --block-size 16 --positions true --device cpu",
+                folder,
+            ),
             *sinks,
         ]
         assert cli.run([*command, "--out", str(tmp_path / name)]) == 0

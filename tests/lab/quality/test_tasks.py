@@ -19,6 +19,7 @@ import torch
 from conftest import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import small_sweep
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -323,18 +324,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def sweep(folder: Path) -> Sweep:
-    return Sweep(
-        ("keydiff", "full"),
-        (24,),
-        ("perplexity",),
-        (100,),
-        ("compact",),
-        samples=3,
-        model=str(folder),
-        block_size=16,
-        device="cpu",
-        questions=("aware", "after"),
-    )
+    sizes = {"budgets": (24,), "lengths": (100,), "samples": 3, "positions": ("compact",)}
+    return small_sweep(folder, tasks=("perplexity",), questions=("aware", "after"), **sizes)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sweeps import made_cell
 
 from kvcap import cli
-from kvcap.evals.quality.scores import UNITS, cell_score, interval
 from kvcap.lab.plots.leaderboard import drawn_rows, figure
 from kvcap.lab.quality.cells import Cell, Setting, add_cell
 from kvcap.lab.quality.sweep import Sweep
@@ -26,23 +26,10 @@ RIGHT = {"keydiff": 10, "keydiff-window": 9, "streaming_llm": 2, "full": 10}
 
 
 def cell(policy: str, budget: int | None, **more: Any) -> Cell:
-    unit, right = more.pop("unit", "share"), more.pop("right", RIGHT.get(policy, 5))
-    mode = "true" if budget is None else more.pop("positions", "compact")
-    scores = (1.0,) * right + (0.0,) * (10 - right)
-    setting = Setting("pocket", "float32", "niah_single", 64, policy, mode, budget, 10, 0, 16)
-    low, high = interval(scores, UNITS[unit])
-    return Cell(
-        replace(setting, **more),
-        cell_score(scores, UNITS[unit]),
-        low,
-        high,
-        0,
-        0.0,
-        "cpu, x",
-        VERSIONS,
-        scores=scores,
-        unit=unit,
-    )
+    """Return a cell of the built-in model with 10 samples, of which some are right."""
+    right = more.pop("right", RIGHT.get(policy, 5))
+    named = {"model": "pocket", "task": "niah_single", "device": "cpu, x", "versions": VERSIONS}
+    return made_cell(policy, budget, (1.0,) * right + (0.0,) * (10 - right), **{**named, **more})
 
 
 def sweep(folder: Path, cells: list[Cell]) -> Path:

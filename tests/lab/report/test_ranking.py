@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from sweeps import made_cell as cell
 
-from kvcap.evals.quality.scores import UNITS, cell_score, interval
-from kvcap.lab.quality.cells import Cell, Setting
 from kvcap.lab.report.ranking import (
     check_same_samples,
     differ,
@@ -23,25 +21,6 @@ from kvcap.lab.report.ranking import (
 
 RIGHT, WRONG = (1.0,) * 20, (0.0,) * 20
 HALF = (1.0, 0.0) * 10
-
-
-def cell(policy: str, budget: int | None, scores: tuple[float, ...], **more: Any) -> Cell:
-    unit = more.pop("unit", "share")
-    mode = "true" if budget is None else more.pop("positions", "compact")
-    setting = Setting("m", "float32", "t", 64, policy, mode, budget, len(scores), 0, 16)
-    low, high = interval(scores, UNITS[unit])
-    return Cell(
-        replace(setting, **more),
-        cell_score(scores, UNITS[unit]),
-        low,
-        high,
-        0,
-        0.0,
-        "cpu",
-        {},
-        scores=scores,
-        unit=unit,
-    )
 
 
 def test_the_mean_of_cells_is_taken_sample_by_sample() -> None:
