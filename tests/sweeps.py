@@ -13,7 +13,7 @@ from kvcap.lab.quality.sweep import Sweep
 OF_SETTING = {field.name for field in fields(Setting)}
 
 
-def small_sweep(model: Path, **changes: Any) -> Sweep:
+def small_sweep(model: Path | str, **changes: Any) -> Sweep:
     """Return a sweep of five cells on a CPU, of keydiff and the uncapped model."""
     given: dict[str, Any] = {
         "policies": ("keydiff", "full"), "budgets": (24, 48), "lengths": (96,), "samples": 2,

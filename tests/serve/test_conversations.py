@@ -279,17 +279,6 @@ def test_a_broken_file_is_set_aside_by_name_and_its_conversation_read_anew(
     assert suffixes == ["", ".kvcap", ".txt", ".unreadable"]
 
 
-def test_a_folder_is_one_server_s_and_can_be_written(runtime: Any, tmp_path: Path) -> None:
-    disk = SavedConversations(tmp_path / "a", 1 << 20)
-    with pytest.raises(SessionNotSaved, match="another server"):
-        SavedConversations(tmp_path / "a", 1 << 20)
-    disk.close()
-    SavedConversations(tmp_path / "a", 1 << 20).close()
-    (tmp_path / "b").write_text("")
-    with pytest.raises(SessionNotSaved, match="give another folder"):
-        SavedConversations(tmp_path / "b", 1 << 20)
-
-
 def test_a_full_disk_costs_conversations_and_nothing_else(
     runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,33 +302,6 @@ def test_a_full_disk_costs_conversations_and_nothing_else(
     assert serve(Scheduler(runtime, limits(places=1), tight), chat) == answers
     monkeypatch.setattr(Session, "save", fail)
     assert serve(Scheduler(runtime, limits(places=1), broken), chat) == answers
-
-
-def test_the_least_recently_used_goes_first(runtime: Any, tmp_path: Path) -> None:
-    asked = [user(f"Number {n}. " * 9) for n in range(3)]
-
-    async def chat(s: Scheduler) -> None:
-        answers = []
-        for one in asked:
-            answers.append(said(await text_of(s.submit(ask(one)))))
-            await until(s._wound_up)
-        size = s.figures().disk_bytes // 3
-        await text_of(s.submit(ask(asked[0], answers[0], user("Go on."))))
-        await until(s._wound_up)
-        disk.cap = 3 * size + size // 2
-        disk._make_room(0)
-        found = [
-            disk.find("", None, keys_of(ask(one, answer), s._salt))
-            for one, answer in zip(asked, answers, strict=True)
-        ]
-        # Of the first, only the state with more messages is left; the others are as they were.
-        assert [one is not None for one in found] == [False, True, True]
-        disk.cap = size + size // 2
-        disk._make_room(0)
-        assert [one.key for one in disk._all()] == [s._pool.conversations[0].key]
-
-    disk = SavedConversations(tmp_path, 1 << 20)
-    serve(Scheduler(runtime, limits(places=1, together=1, save_after_s=0.0), disk), chat)
 
 
 @pytest.mark.parametrize("is_saved", [True, False])

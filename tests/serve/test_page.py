@@ -501,19 +501,25 @@ def test_what_is_stopped_before_it_is_answered_is_taken_back(page, url):
     assert "4821" in answered(page)
 
 
+def second_tab(page: Any, url: str, script: str = "") -> Any:
+    """Another tab, on the conversation that is listed first."""
+    other = page.context.new_page()
+    other.set_default_timeout(SOON)
+    other.add_init_script(script)
+    opened(other, url)
+    press(other, "Conversations")
+    other.locator("#list .open").first.click()
+    return other
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("hears", [True, False])
 def test_two_tabs_of_a_conversation_lose_nothing(page, url, hears):
     """Also where a tab has not heard yet of what the other one said."""
     opened(page, url)
     say(page, "Hello!")
-    other = page.context.new_page()
-    other.set_default_timeout(SOON)
-    if not hears:
-        other.add_init_script("addEventListener('storage', (e) => e.stopImmediatePropagation())")
-    opened(other, url)
-    press(other, "Conversations")
-    other.get_by_role("button", name="Hello!", exact=True).click()
+    deaf = "addEventListener('storage', (e) => e.stopImmediatePropagation())"
+    other = second_tab(page, url, "" if hears else deaf)
     answered(other)
     say(page, FACT)
     if hears:
@@ -524,17 +530,6 @@ def test_two_tabs_of_a_conversation_lose_nothing(page, url, hears):
     said = [message["content"] for message in one["messages"] if message["role"] == "user"]
     assert said == ["Hello!", FACT, QUESTION]
     assert page.locator(".said").all_inner_texts() == other.locator(".said").all_inner_texts()
-
-
-def second_tab(page: Any, url: str, script: str = "") -> Any:
-    """Another tab, on the conversation that is listed first."""
-    other = page.context.new_page()
-    other.set_default_timeout(SOON)
-    other.add_init_script(script)
-    opened(other, url)
-    press(other, "Conversations")
-    other.locator("#list .open").first.click()
-    return other
 
 
 def test_one_tab_at_a_time_answers_a_conversation(page, url):
@@ -845,20 +840,6 @@ def test_a_conversation_has_a_title_a_system_prompt_and_settings(page, url):
     body = json.loads(asked.value.post_data)
     assert body["messages"][0] == system
     assert (body["temperature"], body["max_tokens"]) == (0.3, None)
-
-
-@pytest.mark.slow
-def test_a_system_prompt_and_a_length_reach_the_model(page, url, runtime):
-    opened(page, url)
-    press(page, "About this conversation")
-    page.get_by_label("System prompt").fill("Be kind.")
-    page.get_by_label("Most tokens of an answer").fill("3")
-    press(page, "Save")
-    said = say(page, FACT)
-    assert page.get_by_text("as many tokens as it may have").is_visible()
-    session = runtime.session(system="Be kind.")
-    session.set_generation(max_new_tokens=3)
-    assert said == "".join(session.send(FACT)).strip()
 
 
 MANY = (

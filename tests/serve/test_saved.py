@@ -151,6 +151,9 @@ def test_a_server_of_its_own_and_replicas_do_not_share_a_folder(tmp_path: Path) 
     with pytest.raises(SessionNotSaved, match="another server"):
         SavedConversations(tmp_path, 1 << 20)
     replica.close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SessionNotSaved, match="give another folder"):
+        SavedConversations(tmp_path / "file", 1 << 20)
 
 
 class Unreadable(Session):

@@ -434,27 +434,18 @@ def test_a_second_branch_of_a_saved_conversation_begins_where_it_was_saved(
     serve(Scheduler(runtime, limits(save_after_s=0.0), disk), chat)
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("policy", ["full", "adakv"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param("full", marks=pytest.mark.slow), "adakv", "of a stand-in"]
+)
 def test_what_cannot_be_answered_together_is_answered_by_turns(policy: str) -> None:
-    runtime = pocket(policy, 48 if policy == "adakv" else 400)
-    asked = [user(facts(n, 2)) for n in range(3)]
+    """The stand-in has a loop as ONNX Runtime's, and notes what it reads."""
+    budget = 400 if policy == "full" else 48
+    engine = ToyEngine(64) if policy == "of a stand-in" else pocket(policy, budget)
+    chats = [user(facts(n, 2)) for n in range(3)]
 
     async def chat(s: Scheduler) -> None:
-        found = await asyncio.gather(*(text_of(s.submit(ask(one))) for one in asked))
-        assert found == [plain(runtime, [one])[1] for one in asked]
-
-    serve(Scheduler(runtime, limits(together=3)), chat)
-
-
-def test_sessions_of_onnx_runtime_are_answered_by_turns() -> None:
-    """Whose loop a stand-in runs, that notes what it reads."""
-    engine = ToyEngine(64)
-    asked = [user(facts(n, 2)) for n in range(3)]
-
-    async def chat(s: Scheduler) -> None:
-        found = await asyncio.gather(*(text_of(s.submit(ask(one, tokens=6))) for one in asked))
-        assert found == [plain(engine, [one], 6)[1] for one in asked]
+        answers = await asyncio.gather(*(text_of(s.submit(ask(one, tokens=6))) for one in chats))
+        assert answers == [plain(engine, [one], 6)[1] for one in chats]
 
     serve(Scheduler(engine, limits(together=3)), chat)
 

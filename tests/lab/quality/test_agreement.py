@@ -95,11 +95,9 @@ def test_figures_are_those_of_whole_matrices(positions: Any, sweep: Sweep, folde
 
 
 def test_uncapped_agrees_exactly_and_what_drops_everything_does_not() -> None:
-    sizes = {"budgets": (4, 192), "lengths": (400,), "block_size": 64}
-    policies = ("full", "random", "keydiff")
-    report = measure(
-        small_sweep("pocket", policies=policies, positions=("compact",), **sizes), TEXT
-    )
+    sizes = {"budgets": (4, 192), "lengths": (400,), "block_size": 64, "positions": ("compact",)}
+    sweep = small_sweep("pocket", policies=("full", "random", "keydiff"), **sizes)
+    report = measure(sweep, TEXT)
     full = only(report, "full")
     assert full.evicted.tokens == 0
     assert (full.fits.same, full.fits.kl, full.fits.tokens) == (1, 0, report.tokens)

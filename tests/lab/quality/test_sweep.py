@@ -201,8 +201,8 @@ def test_a_question_that_comes_after_meets_an_evicted_context(policy: str, token
 def test_uncapped_answers_do_not_depend_on_when_the_question_comes(
     folder: Path, tmp_path: Path
 ) -> None:
-    lengths, questions = (128, 200), ("aware", "after")
-    sweep = small_sweep(folder, policies=("full",), lengths=lengths, questions=questions)
+    sizes = {"lengths": (128, 200), "samples": 3, "questions": ("aware", "after")}
+    sweep = small_sweep(folder, policies=("full",), **sizes)
     texts: dict[Any, list[str]] = {}
 
     def score(sample: Sample, reply: str) -> float:
@@ -217,7 +217,7 @@ def test_uncapped_answers_do_not_depend_on_when_the_question_comes(
         (200, "aware"),
         (200, "after"),
     ]
-    assert len(texts) == 4
+    assert len(texts) == 6
     assert all(aware == after != "" for aware, after in texts.values())
     table = (tmp_path / "results.md").read_text()
     assert "128 tokens, question-aware, " in table

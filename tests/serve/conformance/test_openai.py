@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from server_chats import CALL, HELLO, TOOL, post
@@ -89,22 +88,6 @@ def test_the_one_model_is_named(client, talk):
     with pytest.raises(openai.NotFoundError, match="use 'pocket'") as refused:
         client.chat.completions.create(model="gpt-5", messages=HELLO)
     assert refused.value.code == "model_not_found"
-
-
-@pytest.mark.parametrize("bad", [rb"\ud83d", rb"\ude42 ", b"\xe9", b"\xed\xa0\xbd"])
-def test_what_is_no_letter_is_refused_by_name(url, talk, bad):
-    """Half of a pair, as a program that cuts texts sends it, and bytes that are no UTF-8."""
-    before = len(talk.answers)
-    for path, body in (
-        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a %s"}]}'),
-        ("/v1/completions", b'{"prompt": "%s"}'),
-    ):
-        said = httpx.post(
-            url + path, content=body % bad, headers={"Content-Type": "application/json"}
-        )
-        assert said.status_code == 400, said.text
-        assert "give UTF-8, and whole letters" in said.json()["error"]["message"]
-    assert len(talk.answers) == before
 
 
 OTHER: Any = {"type": "function", "function": {"name": "now"}}
