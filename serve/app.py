@@ -6,19 +6,16 @@ touches a file.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import re
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from functools import cached_property
 from time import time
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.authentication import (
     AuthCredentials,
@@ -38,54 +35,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvcap.runtime.errors import KvcapError
 from kvcap.serve import schemas
-from kvcap.serve.chat_path import Body, request_of
-from kvcap.serve.contract import Ask, Conversations, Reply
-from kvcap.serve.errors import NO_TEMPLATE, NONE, ApiError, of_body, respond, respond_unforeseen
-from kvcap.serve.limits import Bodies, RequestLimits
+from kvcap.serve.chat_path import ChatPath, Settings
+from kvcap.serve.contract import Conversations
+from kvcap.serve.errors import ApiError, respond, respond_unforeseen
 from kvcap.serve.messages import Messages
 from kvcap.serve.metrics import Metrics
 from kvcap.serve.ollama import Ollama
 from kvcap.serve.openapi import openapi_of
 from kvcap.serve.responses import Responses
-from kvcap.serve.series import Series
 from kvcap.serve.streaming import (
     SESSION,
     ChatForm,
     Form,
-    SeveralForm,
     TextForm,
-    streamed,
-    whole,
 )
 from kvcap.serve.tokens import Tokens
 
 OPEN = frozenset({"/health"})  # paths that need no API key
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(:\d*)?")  # a name or an address, and a port
-SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 GONE = 499  # status of an answer whose client has left
-
-
-@dataclass(frozen=True)
-class Settings:
-    """A group of settings that say how a server answers."""
-
-    model: str
-    """Names the model as clients call it."""
-    limits: RequestLimits = field(default_factory=RequestLimits)
-    keys: Sequence[str] = ()
-    """Lists the API keys; with none, everybody may ask."""
-    hosts: Sequence[str] | None = LOOPBACK
-    """Lists the names that the server may be called by; None: any.
-
-    Other names are tricks of other sites to reach it through a browser.
-    """
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Holds settings of generation for what a request leaves out."""
-    open_paths: Collection[str] = ()
-    """Lists further addresses that ask for no key, such as those of a page."""
-    origins: Sequence[str] = ()
-    """Lists the sites whose pages may ask through a browser; `*` is every site."""
 
 
 def application(
@@ -97,7 +65,7 @@ def application(
         conversations: that answer.
         settings: names, keys and limits.
         routes: further addresses; their requests find `conversations` in `request.app.state`, and
-            whose they are by `owner_of`.
+            whose they are in `request.user`.
     """
     api = Api(conversations, settings)
 
@@ -148,12 +116,7 @@ def _other_sites(origins: Sequence[str]) -> list[Middleware]:
     return [cors]
 
 
-def owner_of(connection: HTTPConnection) -> str:
-    """Return who a request is from: a digest of its key, or nobody where there are no keys."""
-    return connection.user.username  # type: ignore[no-any-return]
-
-
-class Api:
+class Api(ChatPath):
     """An application that answers at OpenAI's addresses.
 
     Args:
@@ -162,11 +125,7 @@ class Api:
     """
 
     def __init__(self, conversations: Conversations, settings: Settings) -> None:
-        self.conversations, self.settings = conversations, settings
-        self.metrics = Metrics(conversations.figures)
-        self.bodies = Bodies(settings.limits)
-        self.one_at_a_time = asyncio.Lock()
-        """Is held while a body is understood, so that streams send tokens between two of them."""
+        super().__init__(conversations, settings)
         self.created = int(time())
         self.messages, self.responses = Messages(self), Responses(self)
         self.tokens, self.ollama = Tokens(self), Ollama(self)
@@ -174,17 +133,7 @@ class Api:
     @cached_property
     def schema(self) -> dict[str, Any]:
         """Return the document of `/docs`, made when it is first asked for."""
-        return openapi_of(self.settings.model)
-
-    @property
-    def name(self) -> str:
-        """Return the name that clients call the model by."""
-        return self.settings.model
-
-    @property
-    def limits(self) -> RequestLimits:
-        """Return the limits on requests."""
-        return self.settings.limits
+        return openapi_of(self.name)
 
     @property
     def routes(self) -> list[Route]:
@@ -218,7 +167,7 @@ class Api:
         """Return the model as OpenAI's and vLLM's API has it, and whether it can chat."""
         figures = self.conversations.figures()
         return {
-            "id": self.settings.model,
+            "id": self.name,
             "object": "model",
             "created": self.created,
             "owned_by": "kvcap",
@@ -237,52 +186,19 @@ class Api:
 
         def form() -> Form:
             return ChatForm(
-                self.settings.model, body.include_usage, body.usage_each, most_calls=body.most_calls
+                self.name, body.include_usage, body.usage_each, most_calls=body.most_calls
             )
 
         return await self.answer(request, body, form)
-
-    async def answer(
-        self, request: Request, body: schemas.ChatRequest, form: Callable[[], Form]
-    ) -> Response:
-        """Answer a chat in any form: of OpenAI's API, or of another that was translated to it."""
-        self.check_model(body.model)
-        if not self.conversations.figures().chat_template:
-            raise ApiError(400, f"{self.settings.model} {NO_TEMPLATE}", code="no_chat_template")
-        return await self._answer(request, body.asks(body.ask(*self._given(request))), form, body)
-
-    def ask(
-        self,
-        request: Request,
-        make_body: Callable[[], Mapping[str, Any]],
-        names: Mapping[str, str] = NONE,
-    ) -> Ask:
-        """Return the request of a chat's body that is translated from another API.
-
-        Raises:
-            ApiError: nothing that could be answered.
-        """
-        body = request_of(schemas.ChatRequest, make_body, names)
-        self.check_model(body.model)
-        return body.ask(*self._given(request))
 
     async def complete(self, request: Request) -> Response:
         """Continue a text: `POST /v1/completions`."""
         body = await self.body_of(request, schemas.CompletionRequest)
 
         def form() -> Form:
-            return TextForm(self.settings.model, body.include_usage, body.usage_each)
+            return TextForm(self.name, body.include_usage, body.usage_each)
 
         return await self.go_on(request, body, form)
-
-    async def go_on(
-        self, request: Request, body: schemas.CompletionRequest, form: Callable[[], Form]
-    ) -> Response:
-        """Continue texts in any form: of OpenAI's API, or of another that was translated to it."""
-        self.check_model(body.model)
-        context = self._given(request)
-        asks = [ask for prompt in body.prompt for ask in body.asks(body.ask(prompt, *context))]
-        return await self._answer(request, asks, form, body)
 
     async def models(self, _: Request) -> Response:
         """List the one model that there is."""
@@ -306,56 +222,6 @@ class Api:
     async def show_metrics(self, _: Request) -> Response:
         """Show figures for Prometheus."""
         return Response(self.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    async def body_of(self, request: Request, kind: type[Body]) -> Body:
-        """Return a request's body.
-
-        Raises:
-            ApiError: it is none of this kind.
-        """
-        async with self.bodies.of(request) as body, self.one_at_a_time:
-            await asyncio.sleep(0)
-            try:
-                parsed = kind.model_validate_json(body)
-            except ValidationError as error:
-                raise of_body(error) from error
-        return parsed
-
-    def check_model(self, name: str | None) -> None:
-        """Refuse a request for another model; None: it names none.
-
-        Raises:
-            ApiError: naming the one there is.
-        """
-        if name not in (None, self.settings.model):
-            text = f"there is no model {str(name)[:80]!r} here; use {self.settings.model!r}"
-            raise ApiError(404, text, param="model", code="model_not_found")
-
-    def _given(self, request: Request) -> tuple[str, str | None, RequestLimits, Mapping[str, Any]]:
-        """Return the owner and conversation of a request, and the server's limits and defaults."""
-        settings = self.settings
-        return owner_of(request), _session_id(request), settings.limits, settings.defaults
-
-    async def _answer(
-        self,
-        request: Request,
-        asks: list[Ask],
-        make_form: Callable[[], Form],
-        body: schemas.Request,
-    ) -> Response:
-        """Answer one request, or several one after the other, each in a form of its own."""
-        reply: Reply
-        async with self.one_at_a_time:
-            await asyncio.sleep(0)
-            if len(asks) == 1:
-                reply, form = self.conversations.submit(asks[0]), make_form()
-            else:
-                reply = series = Series(self.conversations.submit, asks, body.n or 1)
-                form = SeveralForm([make_form() for _ in asks], series)
-        if body.stream:
-            quiet = self.settings.limits.quiet_seconds
-            return await streamed(request, reply, form, self.metrics, quiet)
-        return await whole(request, reply, form, self.metrics)
 
 
 class Keys(AuthenticationBackend):
@@ -452,22 +318,6 @@ class Counted:
             await send(message)
 
         await self.app(scope, receive, counting)
-
-
-def _session_id(request: Request) -> str | None:
-    """Return the conversation that a request names.
-
-    Raises:
-        ApiError: it is no such name.
-    """
-    session_id = request.headers.get(SESSION)
-    if session_id is not None and not SESSION_ID.fullmatch(session_id):
-        raise ApiError(
-            400,
-            f"{SESSION} is {session_id[:40]!r}; use up to 128 letters, digits, dots, dashes and "
-            "underscores, a letter or digit first",
-        )
-    return session_id
 
 
 def _without_key(connection: HTTPConnection, error: Exception) -> Response:

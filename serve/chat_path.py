@@ -1,12 +1,15 @@
-"""Defines the one path that answers chats, as translators of other APIs use it."""
+"""Answers chats and texts by one path, which translators of other APIs use as well."""
 
 from __future__ import annotations
 
+import asyncio
+import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -14,43 +17,64 @@ from starlette.responses import Response
 
 from kvcap.serve import schemas
 from kvcap.serve.contract import Ask, Conversations, Piece, Reply
-from kvcap.serve.errors import NONE, ApiError, of_body
-from kvcap.serve.limits import RequestLimits
-from kvcap.serve.streaming import ChatForm, Form
+from kvcap.serve.errors import NO_TEMPLATE, NONE, ApiError, of_body
+from kvcap.serve.limits import Bodies, RequestLimits
+from kvcap.serve.metrics import Metrics
+from kvcap.serve.series import Series
+from kvcap.serve.streaming import SESSION, ChatForm, Form, SeveralForm, streamed, whole
 
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
+SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 Body = TypeVar("Body", bound=schemas.Strict)
 Chat = TypeVar("Chat", schemas.ChatRequest, schemas.CompletionRequest)
 
 
-class ChatPath(Protocol):
-    """A protocol of objects that answer chats of any API."""
+@dataclass(frozen=True)
+class Settings:
+    """A group of settings that say how a server answers."""
 
-    conversations: Conversations
+    model: str
+    """Names the model as clients call it."""
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    keys: Sequence[str] = ()
+    """Lists the API keys; with none, everybody may ask."""
+    hosts: Sequence[str] | None = LOOPBACK
+    """Lists the names that the server may be called by; None: any.
 
-    @property
-    def name(self) -> str:
-        """Return the name that clients call the model by."""
+    Other names are tricks of other sites to reach it through a browser.
+    """
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Holds settings of generation for what a request leaves out."""
+    open_paths: Collection[str] = ()
+    """Lists further addresses that ask for no key, such as those of a page."""
+    origins: Sequence[str] = ()
+    """Lists the sites whose pages may ask through a browser; `*` is every site."""
 
-    @property
-    def limits(self) -> RequestLimits:
-        """Return the limits on requests."""
 
-    async def body_of(self, request: Request, kind: type[Body]) -> Body:
-        """Return a request's body.
+class ChatPath:
+    """A path that answers chats and continues texts, of any API.
 
-        Raises:
-            ApiError: it is none of this kind.
-        """
+    Args:
+        conversations: that answer.
+        settings: names and limits.
+    """
+
+    def __init__(self, conversations: Conversations, settings: Settings) -> None:
+        self.conversations, self.settings = conversations, settings
+        self.name, self.limits = settings.model, settings.limits
+        self.metrics = Metrics(conversations.figures)
+        self.bodies = Bodies(settings.limits)
+        self.one_at_a_time = asyncio.Lock()
+        """Is held while a body is understood, so that streams send tokens between two of them."""
 
     async def answer(
         self, request: Request, body: schemas.ChatRequest, form: Callable[[], Form]
     ) -> Response:
-        """Answer a chat in any form."""
-
-    async def go_on(
-        self, request: Request, body: schemas.CompletionRequest, form: Callable[[], Form]
-    ) -> Response:
-        """Continue texts in any form."""
+        """Answer a chat in any form: of OpenAI's API, or of another that was translated to it."""
+        self.check_model(body.model)
+        if not self.conversations.figures().chat_template:
+            raise ApiError(400, f"{self.name} {NO_TEMPLATE}", code="no_chat_template")
+        return await self._answer(request, body.asks(body.ask(*self._given(request))), form, body)
 
     def ask(
         self,
@@ -58,11 +82,37 @@ class ChatPath(Protocol):
         make_body: Callable[[], Mapping[str, Any]],
         names: Mapping[str, str] = NONE,
     ) -> Ask:
-        """Return what the body of a chat asks for, which is made of another API's.
+        """Return the request of a chat's body that is translated from another API.
 
         Raises:
             ApiError: nothing that could be answered.
         """
+        body = request_of(schemas.ChatRequest, make_body, names)
+        self.check_model(body.model)
+        return body.ask(*self._given(request))
+
+    async def go_on(
+        self, request: Request, body: schemas.CompletionRequest, form: Callable[[], Form]
+    ) -> Response:
+        """Continue texts in any form: of OpenAI's API, or of another that was translated to it."""
+        self.check_model(body.model)
+        context = self._given(request)
+        asks = [ask for prompt in body.prompt for ask in body.asks(body.ask(prompt, *context))]
+        return await self._answer(request, asks, form, body)
+
+    async def body_of(self, request: Request, kind: type[Body]) -> Body:
+        """Return a request's body.
+
+        Raises:
+            ApiError: it is none of this kind.
+        """
+        async with self.bodies.of(request) as body, self.one_at_a_time:
+            await asyncio.sleep(0)
+            try:
+                parsed = kind.model_validate_json(body)
+            except ValidationError as error:
+                raise of_body(error) from error
+        return parsed
 
     def check_model(self, name: str | None) -> None:
         """Refuse a request for another model; None: it names none.
@@ -70,6 +120,35 @@ class ChatPath(Protocol):
         Raises:
             ApiError: naming the one there is.
         """
+        if name not in (None, self.name):
+            text = f"there is no model {str(name)[:80]!r} here; use {self.name!r}"
+            raise ApiError(404, text, param="model", code="model_not_found")
+
+    def _given(self, request: Request) -> tuple[str, str | None, RequestLimits, Mapping[str, Any]]:
+        """Return the owner and conversation of a request, and the server's limits and defaults."""
+        settings = self.settings
+        return request.user.username, _session_id(request), settings.limits, settings.defaults
+
+    async def _answer(
+        self,
+        request: Request,
+        asks: list[Ask],
+        make_form: Callable[[], Form],
+        body: schemas.Request,
+    ) -> Response:
+        """Answer one request, or several one after the other, each in a form of its own."""
+        reply: Reply
+        async with self.one_at_a_time:
+            await asyncio.sleep(0)
+            if len(asks) == 1:
+                reply, form = self.conversations.submit(asks[0]), make_form()
+            else:
+                reply = series = Series(self.conversations.submit, asks, body.n or 1)
+                form = SeveralForm([make_form() for _ in asks], series)
+        if body.stream:
+            quiet = self.limits.quiet_seconds
+            return await streamed(request, reply, form, self.metrics, quiet)
+        return await whole(request, reply, form, self.metrics)
 
 
 class TranslatedPart(dict[str, Any]):
@@ -149,3 +228,19 @@ def _place(body: Any, path: Sequence[int | str], names: Mapping[str, str]) -> st
             # Between it and the last step, names are others there.
             steps = [body.place, *path[count:][-1:]]
     return ".".join(names.get(str(step), str(step)) for step in steps)
+
+
+def _session_id(request: Request) -> str | None:
+    """Return the conversation that a request names.
+
+    Raises:
+        ApiError: it is no such name.
+    """
+    session_id = request.headers.get(SESSION)
+    if session_id is not None and not SESSION_ID.fullmatch(session_id):
+        raise ApiError(
+            400,
+            f"{SESSION} is {session_id[:40]!r}; use up to 128 letters, digits, dots, dashes and "
+            "underscores, a letter or digit first",
+        )
+    return session_id

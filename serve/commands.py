@@ -93,7 +93,7 @@ class Address:
         Raises:
             ValueError: one is no name of a host.
         """
-        from kvcap.serve.app import LOOPBACK
+        from kvcap.serve.chat_path import LOOPBACK
         from kvcap.serve.server import is_loopback
 
         names = self.allow_host or []
@@ -346,7 +346,8 @@ def opened(
     """
     try:
         from kvcap.serve.admission import open_conversations
-        from kvcap.serve.app import Settings, application
+        from kvcap.serve.app import application
+        from kvcap.serve.chat_path import Settings
         from kvcap.serve.errors import NO_TEMPLATE
         from kvcap.serve.limits import RequestLimits
         from kvcap.serve.page_routes import OPEN_PATHS, page_routes

@@ -6,8 +6,10 @@ them, and a test of either can put a small stand-in in the place of the other.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvcap.runtime.session.logprobs import Logprob
@@ -114,7 +116,7 @@ class Usage:
     stop_string: str | None = None  # the text that ended the answer, if one of `stop` did
 
 
-class Reply(Protocol):
+class Reply(ABC):
     """An answer that is being written: `async for piece in reply`.
 
     What refuses the request only once its prompt is made (`PinsTooLarge`, `ChatTemplateMissing`,
@@ -125,33 +127,43 @@ class Reply(Protocol):
     is let go of is closed.
     """
 
-    @property
-    def session_id(self) -> str | None:
-        """Return the conversation's id, its own or one made for it; known with the first piece.
+    session_id: str | None = None
+    """Names the conversation, its own id or one made for it; known with the first piece.
 
-        None for a completion.
-        """
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Say why the answer ended; None while it is written."""
-
-    @property
-    def usage(self) -> Usage | None:
-        """Return the tokens that the answer took; None while it is written."""
-
-    @property
-    def parsed(self) -> Parsed | None:
-        """Return the answer's text and the tools it calls; None where no tools were offered."""
+    None for a completion.
+    """
+    finish_reason: FinishReason | None = None
+    """Says why the answer ended; None while it is written."""
+    usage: Usage | None = None
+    """Counts the tokens that the answer took; None while it is written."""
+    parsed: Parsed | None = None
+    """Holds the answer's text and the tools it calls; None where no tools were offered."""
 
     def __aiter__(self) -> Reply:
         """Return the reply itself."""
+        return self
 
+    @abstractmethod
     async def __anext__(self) -> Piece:
         """Return the next piece, as soon as there is one."""
 
+    @abstractmethod
     async def aclose(self) -> None:
         """Stop the answer within a block, keeping what there is; nothing where it has ended."""
+
+
+def _shown(kind: str, help: str, default: Any = 0) -> Any:
+    """Return a field that `/metrics` shows: a `size` of this moment, or a `count` since the begin.
+
+    Args:
+        kind: which of both.
+        help: a sentence for Prometheus.
+        default: of the field.
+    """
+    return field(default=default, metadata={kind: help})
+
+
+_size, _count = partial(_shown, "size"), partial(_shown, "count")
 
 
 @dataclass(frozen=True)
@@ -159,40 +171,44 @@ class Figures:
     """Figures of what a server holds and has done: sizes as they are, and counts since it began."""
 
     policy: str = ""
-    budget_tokens: int = 0
-    places: int = 0  # conversations that fit in memory
-    in_memory: int = 0  # conversations in memory, idle ones too
-    answering: int = 0  # conversations that are being answered
-    paused: int = 0  # answers that wait for their reader
-    waiting: int = 0  # requests in the queue
-    most_waiting: int = 0  # the queue's bound
-    on_disk: int = 0  # saved conversations
-    memory_bytes: int = 0  # bytes of all caches
-    shared_prompts: int = 0  # copies of caches behind system prompts
-    shared_prompt_bytes: int = 0  # their bytes
-    index_bytes: int = 0  # bytes of the indexes of conversations' text
-    disk_bytes: int = 0
-    disk_cap: int = 0
-    process_bytes: int = 0
-    memory_cap: int | None = None  # bytes that the process may take; None: no cap
+    budget_tokens: int = _size("Slots per KV head and layer that stay after an eviction.")
+    places: int = _size("Conversations that fit in memory.")
+    in_memory: int = _size("Conversations in memory, idle ones too.")
+    answering: int = _size("Conversations that are being answered.")
+    paused: int = _size("Answers that wait for their reader.")
+    waiting: int = _size("Requests in the queue.")
+    most_waiting: int = _size("Requests that the queue takes.")
+    on_disk: int = _size("Conversations on disk.")
+    memory_bytes: int = _size("Bytes of all caches that were made.")
+    shared_prompts: int = _size("System prompts whose slots are kept for further conversations.")
+    shared_prompt_bytes: int = _size("Bytes of the copies of these slots, beside the caches.")
+    index_bytes: int = _size("Bytes of the indexes by which evicted text is found, beside caches.")
+    disk_bytes: int = _size("Bytes of conversations on disk.")
+    disk_cap: int = _size("Bytes that conversations on disk may take.")
+    process_bytes: int = _size("Bytes that the process holds.")
+    memory_cap: int | None = _size("Bytes that the process may hold; 0: there is no cap.", None)
     closing: bool = False
-    asked: int = 0  # requests, refused ones too
-    answered: int = 0  # requests answered to their end
-    stopped: int = 0  # answers that their reader stopped or did not read
-    failed: int = 0
-    refused: int = 0  # requests refused because the queue was full
-    prompt_tokens: int = 0  # tokens of prompts that were read
-    reused_tokens: int = 0  # tokens of prompts that were in a cache already
-    completion_tokens: int = 0
-    evicted_tokens: int = 0
-    recalled_tokens: int = 0  # prompt tokens read again after their eviction
-    prompts_shared: int = 0  # conversations that began from such a copy
-    shared_tokens: int = 0  # prompt tokens that these did not read
-    saved: int = 0  # conversations written to disk
-    restored: int = 0  # conversations read from disk
-    dropped: int = 0  # saved files that could not be read, and conversations that were not saved
+    asked: int = _count("Requests for an answer, refused ones too.")
+    answered: int = _count("Answers that were written to their end.")
+    stopped: int = _count("Answers that were stopped by their reader, or that nobody read.")
+    failed: int = _count("Answers that failed.")
+    refused: int = _count("Requests that were refused as too many waited.")
+    prompt_tokens: int = _count("Tokens of prompts that were read.")
+    reused_tokens: int = _count("Tokens of prompts that were held and need not be read again.")
+    completion_tokens: int = _count("Tokens that were written.")
+    evicted_tokens: int = _count("Tokens that were evicted.")
+    recalled_tokens: int = _count("Tokens of prompts that were evicted text, read again.")
+    prompts_shared: int = _count("Conversations that began from a system prompt's kept slots.")
+    shared_tokens: int = _count("Tokens of system prompts that these need not read; reused, too.")
+    saved: int = _count("Conversations that were saved to disk.")
+    restored: int = _count("Conversations that were brought back from disk.")
+    dropped: int = _count("Files that could not be taken, or conversations that were not saved.")
     chat_template: bool = True  # says whether messages can be written for the model
     model: ModelFacts = field(default_factory=ModelFacts)
+
+
+COUNTS = tuple(each.name for each in fields(Figures) if "count" in each.metadata)
+"""Names the figures that only grow."""
 
 
 class Conversations(Protocol):

@@ -32,9 +32,8 @@ from kvcap.runtime.errors import ExtraMissing, KvcapError, ReplicaLost, how_to_i
 from kvcap.runtime.session.stats import FinishReason
 from kvcap.runtime.session.tool_calls import Parsed
 from kvcap.runtime.types import BUILT_IN
-from kvcap.serve.contract import Ask, Figures, Piece, Usage
+from kvcap.serve.contract import COUNTS, Ask, Figures, Piece, Reply, Usage
 from kvcap.serve.conversations import check, keys_of
-from kvcap.serve.metrics import COUNTS
 from kvcap.serve.saved import digest, tag
 
 if TYPE_CHECKING:
@@ -128,32 +127,10 @@ class Replica:
         finally:
             await reply.aclose()
 
-    async def strip(self, owner: str, session_id: str) -> Strip | Exception:
-        """Return the strip of a conversation, or the error that says why there is none."""
+    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """Call a method of the scheduler; return its result, or the error that says why not."""
         try:
-            return await self.opened.scheduler.strip(owner, session_id)
-        except Exception as error:
-            return sent(error)
-
-    async def delete(self, owner: str, session_id: str) -> Exception | None:
-        """Forget a conversation; or why that was not done."""
-        try:
-            await self.opened.scheduler.delete(owner, session_id)
-        except Exception as error:
-            return sent(error)
-        return None
-
-    async def encode(self, ask: Ask, special: bool) -> list[int] | Exception:
-        """Return the tokens of a text or of messages, or why there are none."""
-        try:
-            return await self.opened.scheduler.encode(ask, special=special)
-        except Exception as error:
-            return sent(error)
-
-    async def decode(self, tokens: Sequence[int]) -> str | Exception:
-        """Return the text of tokens."""
-        try:
-            return await self.opened.scheduler.decode(tokens)
+            return await getattr(self.opened.scheduler, method)(*arguments, **named)
         except Exception as error:
             return sent(error)
 
@@ -192,43 +169,25 @@ def sent(error: Exception) -> Exception:
     return KvcapError(f"a replica failed ({type(error).__name__}); its log says why")
 
 
-class Forwarded:
-    """A `Reply` that comes from a replica.
+class Forwarded(Reply):
+    """A reply that comes from a replica.
 
     Args:
         parts: Ray Serve's stream of `Replica.answer`.
     """
 
     def __init__(self, parts: Any) -> None:
-        self._parts = parts
-        self._end: AnswerEnd | None = None
-        self.session_id: str | None = None
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Say why the answer ended, once all its pieces are read."""
-        return None if self._end is None else self._end.finish_reason
-
-    @property
-    def usage(self) -> Usage | None:
-        """Return the tokens that the answer took, once all its pieces are read."""
-        return None if self._end is None else self._end.usage
-
-    @property
-    def parsed(self) -> Parsed | None:
-        """Return the answer's text and its calls; None where no tools were offered."""
-        return None if self._end is None else self._end.parsed
-
-    def __aiter__(self) -> Forwarded:
-        return self
+        self._parts, self._ended = parts, False
 
     async def __anext__(self) -> Piece:
-        if self._end is None:
+        if not self._ended:
             part = await self._next()
             self.session_id = part.session_id
             if isinstance(part, AnswerPiece):
                 return part.piece
-            self._end = part
+            self._ended = True
+            self.finish_reason, self.usage = part.finish_reason, part.usage
+            self.parsed = part.parsed
             if part.error is not None:
                 raise part.error
         raise StopAsyncIteration
@@ -251,12 +210,12 @@ class Forwarded:
 
     async def aclose(self) -> None:
         """Stop the answer; what was written stays in the conversation."""
-        if self._end is None:
-            self._end = AnswerEnd(self.session_id, "interrupted")
+        if not self._ended:
+            self._ended, self.finish_reason = True, "interrupted"
             self._parts.cancel()
 
     def __del__(self) -> None:
-        if self._end is None:
+        if not self._ended:
             self._parts.cancel()
 
 
@@ -310,7 +269,7 @@ class Replicas:
             ConversationUnknown: no replica has one of that id, in memory or on disk.
             ReplicaLost: none could say so.
         """
-        deleted = self._handle.broadcast("delete", owner, session_id)
+        deleted = self._handle.broadcast("call", "delete", owner, session_id)
         try:
             outcomes = await deleted.results_async(timeout_s=PATIENCE_S, return_exceptions=True)
         except (TimeoutError, asyncio.TimeoutError) as error:
@@ -332,7 +291,7 @@ class Replicas:
 
     async def encode(self, ask: Ask, *, special: bool = True) -> list[int]:
         """Return the tokens of a text or of messages; see `Conversations.encode`."""
-        ids: list[int] = await self._ask("encode", "", ask, special)
+        ids: list[int] = await self._ask("encode", "", ask, special=special)
         return ids
 
     async def decode(self, tokens: Sequence[int]) -> str:
@@ -340,7 +299,7 @@ class Replicas:
         text: str = await self._ask("decode", "", tokens)
         return text
 
-    async def _ask(self, method: str, ring_key: str, *arguments: Any) -> Any:
+    async def _ask(self, method: str, ring_key: str, *arguments: Any, **named: Any) -> Any:
         """Ask the replica of a place on the ring; of none, any.
 
         Raises:
@@ -349,9 +308,9 @@ class Replicas:
         """
         from ray.exceptions import RayError
 
-        handle = self._handle.options(method_name=method, session_id=ring_key)
+        handle = self._handle.options(method_name="call", session_id=ring_key)
         try:
-            result = await handle.remote(*arguments)
+            result = await handle.remote(method, *arguments, **named)
         except RayError as error:
             raise ReplicaLost("the conversation's replica has gone; ask again") from error
         if isinstance(result, Exception):

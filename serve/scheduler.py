@@ -37,7 +37,7 @@ from kvcap.runtime.session.session import Session
 from kvcap.runtime.session.stats import FinishReason, Turn
 from kvcap.runtime.session.tool_calls import Parsed
 from kvcap.runtime.types import SlotUse
-from kvcap.serve.contract import Ask, Figures, Piece, PromptProgress, Usage
+from kvcap.serve.contract import COUNTS, Ask, Figures, Piece, PromptProgress, Reply, Usage
 from kvcap.serve.conversations import (
     Conversation,
     ConversationPool,
@@ -185,34 +185,17 @@ class Watch(Protocol):
         """Check the cap before every block of a session that was made."""
 
 
-class Answering:
-    """A `Reply` that gives a job's answer to one reader in its event loop."""
+class Answering(Reply):
+    """A reply that gives a job's answer to one reader in its event loop."""
 
     def __init__(self, job: Job, scheduler: Scheduler) -> None:
         self._job, self._scheduler = job, scheduler
 
-    @property
-    def session_id(self) -> str | None:
-        """Return the conversation's id, known with the first piece; None for a completion."""
-        return self._job.session_id
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Return why the answer ended, once all its pieces are read."""
-        return None if self._job.pieces else self._job.finish_reason
-
-    @property
-    def usage(self) -> Usage | None:
-        """Return the tokens that the answer took, once all its pieces are read."""
-        return None if self._job.pieces else self._job.usage
-
-    @property
-    def parsed(self) -> Parsed | None:
-        """Return the answer's text and its calls; None where no tools were offered."""
-        return self._job.parsed
-
-    def __aiter__(self) -> Answering:
-        return self
+    def _take_end(self) -> None:
+        """Say how the job ended, of which nothing more is read."""
+        job = self._job
+        self.session_id, self.parsed = job.session_id, job.parsed
+        self.finish_reason, self.usage = job.finish_reason, job.usage
 
     async def __anext__(self) -> Piece:
         job = self._job
@@ -222,10 +205,12 @@ class Answering:
                 job.hungry = False
                 piece = job.pieces.popleft()
                 self._scheduler.was_read(job)
+                self.session_id = job.session_id
                 return piece
             if job.ended:
                 if job.pieces:  # the last ones came after `job.pieces` was looked at
                     continue
+                self._take_end()
                 if (error := job.error) is not None:
                     job.error = None
                     raise error
@@ -242,6 +227,7 @@ class Answering:
             job.ready.clear()
         job.pieces.clear()
         job.error = None
+        self._take_end()
 
     def __del__(self) -> None:
         if not self._job.ended:
@@ -282,23 +268,7 @@ class Scheduler:
         self._preparing: list[Job] = []
         self._answering: dict[int, Job] = {}  # by the `id` of the session
         self._looks: list[Callable[[], bool]] = []  # look-ups; each returns whether it is done
-        self._count = dict.fromkeys(
-            (
-                "asked",
-                "answered",
-                "stopped",
-                "failed",
-                "refused",
-                "prompt_tokens",
-                "reused_tokens",
-                "completion_tokens",
-                "evicted_tokens",
-                "recalled_tokens",
-                "prompts_shared",
-                "shared_tokens",
-            ),
-            0,
-        )
+        self._count = dict.fromkeys(COUNTS, 0)
         self._lock = threading.Lock()  # guards the attributes below
         self._queued = self._queued_letters = 0
         self._closing = False
@@ -485,8 +455,7 @@ class Scheduler:
             process_bytes=process_bytes(),
             memory_cap=self._memory_cap,
             closing=self._closing,
-            **kept,
-            **counts,
+            **{**counts, **kept},
         )
 
     async def aclose(self) -> None:

@@ -6,13 +6,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
-from kvcap.runtime.session.stats import FinishReason
-from kvcap.runtime.session.tool_calls import Parsed
 from kvcap.serve.contract import Ask, Piece, Reply, Usage
 
 
-class Series:
-    """A `Reply` of several requests, each of which is submitted once the one before has ended.
+class Series(Reply):
+    """A reply that answers several requests, submitting each once the one before has ended.
 
     Args:
         submit: that of the conversations.
@@ -25,41 +23,17 @@ class Series:
         self.replies = [submit(self._left.popleft())]
         """Holds the replies so far; the last one is being read."""
 
-    @property
-    def session_id(self) -> str | None:
-        """Return the id of the first conversation."""
-        return self.replies[0].session_id
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Say why the last answer ended; None before that."""
-        return None if self._left else self.replies[-1].finish_reason
-
-    @property
-    def usage(self) -> Usage | None:
-        """Return the summed usage of all answers; slots and the cap are the last answer's."""
-        usages = [reply.usage for reply in self.replies]
-        if self._left or any(usage is None for usage in usages):
-            return None
-        return _added([usage for usage in usages if usage is not None], self._each)
-
-    @property
-    def parsed(self) -> Parsed | None:
-        """Return the calls of the last answer; `replies` has those of the others."""
-        return self.replies[-1].parsed
-
-    def __aiter__(self) -> Series:
-        return self
-
     async def __anext__(self) -> Piece:
         while True:
             try:
                 piece = await self.replies[-1].__anext__()
             except StopAsyncIteration:
                 if not self._left:
+                    self._take_end()
                     raise
                 self.replies.append(self._submit(self._left.popleft()))
                 continue
+            self.session_id = self.replies[0].session_id
             before = _added([x.usage for x in self.replies[:-1] if x.usage], self._each)
             shared = (len(self.replies) - 1) % self._each > 0
             return piece._replace(
@@ -71,6 +45,15 @@ class Series:
         """Stop the answer that is being written, and begin no other."""
         self._left.clear()
         await self.replies[-1].aclose()
+        self._take_end()
+
+    def _take_end(self) -> None:
+        """Sum up all answers; slots, the cap, the end and the calls are the last one's."""
+        last, usages = self.replies[-1], [x.usage for x in self.replies if x.usage is not None]
+        self.session_id = self.replies[0].session_id
+        self.finish_reason, self.parsed = last.finish_reason, last.parsed
+        if len(usages) == len(self.replies):
+            self.usage = _added(usages, self._each)
 
 
 def _added(usages: Sequence[Usage], each: int) -> Usage:
