@@ -6,7 +6,6 @@ imported before a test asks for a measurement.
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import os
@@ -248,10 +247,9 @@ def _bytes(size: object) -> int:
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Measure the body of a marked test, without its set-up and tear-down."""
-    marked = _nearest(item)
-    if marked is None:
+    mark = _nearest(item)
+    if mark is None:
         return (yield)
-    _, mark = marked
     budget, wrong = None, ""
     try:
         budget = AllowedBytes.of(mark)
@@ -282,15 +280,15 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     return result
 
 
-def _nearest(item: pytest.Item) -> tuple[Any, pytest.Mark] | None:
-    """Return the marker that counts, and the node that has it.
+def _nearest(item: pytest.Item) -> pytest.Mark | None:
+    """Return the marker that counts.
 
     That of the test's own parameters, which pytest lists behind its function's; else that of its
     function, class or module.
     """
     callspec = getattr(item, "callspec", None)
     own = [mark for mark in getattr(callspec, "marks", ()) if mark.name == MARKER]
-    return (item, own[0]) if own else next(item.iter_markers_with_node(MARKER), None)
+    return own[0] if own else item.get_closest_marker(MARKER)
 
 
 @dataclass
@@ -447,66 +445,12 @@ def _shown(file: str, root: Path) -> str:
 
 
 def _where(item: pytest.Item) -> str:
-    """Return the marker as the test has it, with file and line."""
+    """Return the marker as it is written, with file and line of its test."""
     marked = _nearest(item)
-    if marked is None:
-        return item.nodeid
-    node, mark = marked
-    arguments = [repr(x) for x in mark.args] + [f"{k}={v!r}" for k, v in mark.kwargs.items()]
-    path = Path(str(getattr(node, "path", item.path)))
-    shown = _shown(str(path), item.config.rootpath)
-    return f"memory_budget({', '.join(arguments)}) at {shown}:{_line(node, path, mark)}"
-
-
-def _line(node: Any, path: Path, mark: pytest.Mark) -> int:
-    """Return the line of the marker of a test, its parameters, class or module; else of the test.
-
-    Of several markers there, it is the first whose arguments are written as this one has them.
-    """
-    target = getattr(node, "obj", None)
-    if target is None or inspect.ismodule(target):
-        first = 1
-    else:
-        try:
-            first = inspect.getsourcelines(inspect.unwrap(target))[1]
-        except (OSError, TypeError):
-            return 1
-    try:
-        tree = ast.parse(path.read_text())
-    except (OSError, ValueError, SyntaxError):
-        return first
-    if target is None or inspect.ismodule(target):
-        nodes: list[ast.AST] = list(tree.body)
-    else:
-        defined = [
-            scope
-            for scope in ast.walk(tree)
-            if isinstance(scope, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-            and min([scope.lineno, *(d.lineno for d in scope.decorator_list)]) == first
-        ]
-        nodes = [d for scope in defined for d in scope.decorator_list]
-        nodes += [x for scope in defined if isinstance(scope, ast.ClassDef) for x in scope.body]
-    lines = list[int]()
-    for scope_node in nodes:
-        if isinstance(scope_node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        for part in ast.walk(scope_node):
-            if isinstance(part, ast.Call) and getattr(part.func, "attr", None) == MARKER:
-                if _written(part) == (mark.args, mark.kwargs):
-                    return part.func.lineno
-                lines.append(part.func.lineno)
-            elif isinstance(part, ast.Attribute) and part.attr == MARKER:  # without arguments
-                lines.append(part.lineno)
-    return lines[0] if lines else first
-
-
-def _written(call: ast.Call) -> tuple[tuple[Any, ...], dict[str | None, Any]] | None:
-    """Return the arguments of a call if they are literals, else None."""
-    try:
-        keywords = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
-        return tuple(ast.literal_eval(each) for each in call.args), keywords
-    except ValueError:
-        return None
+    arguments = [] if marked is None else [repr(x) for x in marked.args]
+    arguments += [] if marked is None else [f"{k}={v!r}" for k, v in marked.kwargs.items()]
+    file, line, _ = item.location
+    return f"memory_budget({', '.join(arguments)}) at {file}:{(line or 0) + 1}"
 
 
 def _command(item: pytest.Item) -> list[Any]:

@@ -105,7 +105,7 @@ def test_what_other_threads_allocate_counts_and_says_where(run, body, thread):
     done.stdout.fnmatch_lines(
         [
             "*exceeded: CPU tensors took 4.0 MiB (4,194,304 bytes)*",
-            "  the budget: memory_budget('1KiB') at *.py:7",
+            "  the budget: memory_budget('1KiB') at *.py:14",
             f"    4.0 MiB (4,194,304 bytes), thread {thread}",
             "*.py:9 in work",
         ]
@@ -161,7 +161,7 @@ class TestAsync(unittest.IsolatedAsyncioTestCase):
     done.stdout.fnmatch_lines(["E*AssertionError: *0* != 2"])
 
 
-def test_markers_of_classes_parameters_and_the_line_they_are_on(run):
+def test_markers_of_classes_and_parameters_and_where_their_test_is(run):
     done = run("""
 @pytest.mark.memory_budget("1MiB")
 class TestIt:
@@ -176,7 +176,7 @@ class TestIt:
 def large(): return torch.zeros(8 * MIB, dtype=torch.uint8)  # not of the body
 """)
     done.assert_outcomes(passed=2, failed=1)
-    done.stdout.fnmatch_lines(["  the budget: memory_budget('1MiB') at *.py:5"])
+    done.stdout.fnmatch_lines(["  the budget: memory_budget('1MiB') at *.py:7"])
 
 
 def test_of_two_markers_the_nearer_one_counts(run):
@@ -197,7 +197,7 @@ class TestIt:
     done.assert_outcomes(passed=2, failed=2)
     done.stdout.fnmatch_lines(
         [
-            "  the budget: memory_budget('1536KiB') at *.py:12",
+            "  the budget: memory_budget('1536KiB') at *.py:7",
             "  the budget: memory_budget('3MiB') at *.py:7",
         ]
     )
