@@ -38,7 +38,7 @@ if not torch.cuda.is_available():  # set before anything imports triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from hypothesis import settings
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from kvcap import cli, pocket  # which registers attn_implementation='kvcap'
 from kvcap.policies import Eviction, load_policy, policies
@@ -226,17 +226,9 @@ def tiny_model(
     family: str, attention: str = "kvcap", dtype: torch.dtype = torch.float32, **changes: Any
 ) -> Any:
     """Make a random model; weights depend on family and changes, but not on the attention."""
-    torch.manual_seed(0)
-    config = tiny_config(family, **changes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
-    for name, weight in model.named_parameters():
-        # Norms of one and biases of zero would hide that one is forgotten. Larger projections make
-        # attention choose tokens, so that a wrong position changes the logits.
-        if weight.dim() == 1:
-            torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.1)
-        else:
-            torch.nn.init.normal_(weight, 0.0, 0.15)
-    return model.eval()
+    from families import model_of
+
+    return model_of(family, attention, dtype, **changes)
 
 
 def small_options(name: str) -> dict[str, Any]:

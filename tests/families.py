@@ -274,12 +274,19 @@ def config_of(name: str, **changes: Any) -> Any:
 def model_of(
     name: str, attention: str = "kvcap", dtype: torch.dtype = torch.float32, **changes: Any
 ) -> Any:
-    """Make a random model, with weights as in `conftest.tiny_model`."""
+    """Make a random model; weights depend on family and changes, but not on the attention."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        config_of(name, **changes), attn_implementation=attention, dtype=dtype
+    config = config_of(name, **changes)
+    return randomised(
+        AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     )
+
+
+def randomised(model: Any) -> Any:
+    """Give a model random weights, for which a wrong position or a bias left out shows."""
     for part, weight in model.named_parameters():
+        # Norms of one and biases of zero would hide that one is forgotten. Larger projections make
+        # attention choose tokens, so that a wrong position changes the logits.
         if part.endswith("sinks"):  # sink logits that take a large share of attention
             torch.nn.init.normal_(weight, 1.0, 1.0)
         else:

@@ -193,19 +193,25 @@ def test_several_blocks_of_a_full_cache_in_one_pass_equal_passes_of_their_own(po
     assert found[0][1] == found[1][1]
 
 
-def test_more_pinned_spans_than_kernels_take_stay():
-    model, ids = model_of("keydiff"), tokens(60, 1).to(DEVICE)
-    spans, found = [(2 * i, 2 * i + 1) for i in range(2, MOST_SPANS + 4)], []
+@pytest.mark.parametrize(("budget", "spans"), [
+    (BUDGET, [(2 * i, 2 * i + 1) for i in range(2, MOST_SPANS + 4)]),  # more than kernels take
+    (64, [(10, 73)]),  # to which the first tokens yield
+])  # fmt: skip
+def test_what_is_pinned_between_two_passes_stays(budget, spans):
+    """Nothing else changes that the device would be sent."""
+    model, ids, held = model_of("keydiff"), tokens(110, 1).to(DEVICE), []
     for choice in ("eager", "triton"):
-        cache = cache_of(model, "keydiff", "compact", 1, choice)
         with kernels.use(choice):
-            loop = BlockLoop(model, cache, graphs=False)
-            loop.prefill(ids[:, :BUDGET])
+            cache = kvcap.BudgetCache(model.config, budget, BLOCK, "keydiff")
+            loop = BlockLoop(model, cache.allocate(1, torch.float32, DEVICE), graphs=False)
+            loop.prefill(ids[:, :budget])
             cache.pin(spans)
-            loop.prefill(ids[:, BUDGET:])
-        found.append(kept(cache))
-        assert all({start for start, _ in spans} <= set(row) for row in found[-1][0])
-    assert found[0] == found[1]
+            loop.prefill(ids[:, budget:])
+        assert cache.by_rows == (choice == "triton")
+        held.append(kept(cache))
+        pinned = {i for span in spans for i in range(*span)}
+        assert all(pinned <= set(row) for row in held[-1][0])
+    assert held[0] == held[1]
 
 
 @pytest.mark.parametrize(
@@ -224,20 +230,3 @@ def test_what_no_kernels_cover_has_the_eager_engine(family, policy, more):
         cache.allocate(1, torch.float32, DEVICE)
     assert not cache.by_rows
     assert all(isinstance(layer.engine, EagerSlots) for layer in cache.capped_layers)
-
-
-def test_first_tokens_that_yield_to_pins_yield_in_rows_too():
-    """Pinned between two passes, which change nothing else that the device would be sent."""
-    model, ids, found = model_of("keydiff"), tokens(110, 1).to(DEVICE), []
-    for choice in ("eager", "triton"):
-        with kernels.use(choice):
-            cache = kvcap.BudgetCache(model.config, 64, BLOCK, "keydiff")
-            cache.allocate(1, torch.float32, DEVICE)
-            loop = BlockLoop(model, cache, graphs=False)
-            loop.prefill(ids[:, :64])
-            assert cache.sinks == 4
-            cache.pin([(10, 73)])
-            loop.prefill(ids[:, 64:])
-        found.append(kept(cache))
-        assert all({*range(10, 73)} <= set(row) for row in found[-1][0])
-    assert found[0] == found[1]

@@ -12,12 +12,13 @@ from twins import ints, randn
 
 import kvcap
 from kvcap import kernels
-from kvcap.kernels import keydiff, rows, window
+from kvcap.kernels import keydiff, lagkv, rows, window
 from kvcap.kernels.arguments import Pins
 from kvcap.policies.base import Observation, Rows
 from kvcap.policies.base.eviction import LOWEST, by_tier
 from kvcap.policies.base.order import lowest
 from kvcap.policies.keydiff import KeyDiff
+from kvcap.policies.lagkv import LagKV
 from kvcap.runtime.cache.pool import Segment, SlotPool
 from kvcap.runtime.models.rope import Rotation, rotate
 
@@ -358,6 +359,30 @@ def test_keydiff_rotates_keys_of_rows_as_it_reads_them():
         torch.testing.assert_close(
             found[:, k, : layer.lengths[k]], expected[:, 0], rtol=1e-5, atol=1e-6
         )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size", "lag", "dtype"),
+    [
+        ([40, 7, 90, 33], 8, 4, torch.float32),
+        ([64, 65, 63, 1], 80, 32, torch.float32),
+        ([200, 3], 64, 100, torch.bfloat16),
+        ([31, 32, 96], 24, 5, torch.float16),
+    ],
+)
+def test_lagkv_scores_rows_as_each_alone(lengths, size, lag, dtype):
+    layer = Layer(lengths, lengths, size=size, dtype=dtype)
+    places = rows.padded_positions(layer.pool.positions, layer.rows, 1)
+    scores = lagkv.scores(layer.pool.keys, layer.pool.values, places, layer.rows, lag)
+    for k, (segment, n) in enumerate(zip(layer.segments, lengths, strict=True)):
+        alone = segment.keys.float(), segment.values.float(), segment.positions
+        expected = LagKV(lag=lag).score(Observation(*alone, SEEN, n))
+        torch.testing.assert_close(scores[0, k, :n], expected[0, 0], rtol=0, atol=1e-6)
+    assert [lagkv.covers(LagKV(**x)) for x in ({}, {"sinks": 4}, {"lag": 200})] == [
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("policy", ["headkv", "adakv"])

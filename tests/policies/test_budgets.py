@@ -196,24 +196,6 @@ def test_rows_are_apportioned_by_the_definition(heads, total):
         assert by(*tensors)[0].tolist() == expected
 
 
-def test_adakv_with_safeguard_1_is_uniform():
-    scores = [torch.randn(50), torch.randn(50) + 9]
-    given = scores, [torch.zeros(50, dtype=torch.bool)] * 2, [torch.arange(50)] * 2, 20
-    assert split_of(AdaKV(safeguard=1), *given) == [20, 20]
-    assert split_of(AdaKV(safeguard=0), *given) == [1, 39]  # no head goes without
-    assert split_of(AdaKV(), *given) == [4, 36]
-
-
-def test_adakv_gives_the_slots_of_equal_scores_to_the_newer_tokens():
-    scores = [torch.zeros(30), torch.zeros(30)]
-    none = [torch.zeros(30, dtype=torch.bool)] * 2
-    for first, second in ((0, 30), (30, 0)):
-        order = torch.randperm(30)
-        positions = [order + first, order.flip(0) + second]
-        split = split_of(AdaKV(safeguard=0), scores, none, positions, 14)
-        assert split == ([1, 27] if second > first else [27, 1])
-
-
 def test_adakv_splits_each_sequence_as_if_it_were_alone():
     g = torch.Generator().manual_seed(3)
     scores, pinned = torch.randn(3, 4, 30, generator=g), torch.rand(3, 4, 30, generator=g) < 0.1
@@ -394,11 +376,6 @@ def test_duoattention_gives_each_class_its_policy(table):
     retrieving = at(0, 0, 28)
     base = load_policy("keydiff")
     assert torch.equal(eviction.select(retrieving, 12), base.select(retrieving, 12))
-
-
-def test_duoattention_keeps_room_for_what_is_pinned(table):
-    duo = DuoAttention(table([[1, 0]]), sinks=4, recents=16)
-    assert duo.allot([100], 2, 50) == [[149, 51]]
 
 
 def test_duoattention_treats_equal_scores_by_place(table):

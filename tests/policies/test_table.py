@@ -93,18 +93,6 @@ def test_a_preset_shows_its_own_settings(text: str) -> None:
     )
 
 
-def test_the_papers_are_named(text: str) -> None:
-    listed = blocks(text)
-    papers = {
-        "keydiff": "KeyDiff",
-        "dropkv": "DropKV",
-        "criticalkv": "CriticalKV",
-        "calidrop": "CaliDrop",
-        "obcache": "OBCache",
-    }
-    assert all(paper in listed[name] for name, paper in papers.items())
-
-
 def test_companions_stand_below_the_policies(text: str, document: Any) -> None:
     below = blocks(text)["companions"]
     assert text.index("\ncompanions") > text.index(f"\n{NAMES[-1]}")

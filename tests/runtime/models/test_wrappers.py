@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import VOCABULARY, as_cache
+from families import randomised
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
@@ -110,13 +111,9 @@ def wrapper(name: str, attention: Any = "eager", **changes: Any) -> Any:
     if inner not in FAMILIES:
         pytest.skip(f"{inner} does not run")
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention)
-    for weight_name, weight in model.named_parameters():
-        if weight.dim() == 1:
-            torch.nn.init.normal_(weight, 1.0 if "norm" in weight_name else 0.0, 0.1)
-        else:
-            torch.nn.init.normal_(weight, 0.0, 0.15)
-    return model.eval()
+    return randomised(
+        AutoModelForImageTextToText.from_config(config, attn_implementation=attention)
+    )
 
 
 def loaded(where: str) -> Any:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import doctest
-
 import numpy as np
 import pytest
 
-from kvcap.runtime.recall import asking
 from kvcap.runtime.recall.recall import Recall
 from kvcap.runtime.types import KeptTokens
 
@@ -147,10 +144,6 @@ def recalled(tokenizer):
         return text
 
     return brought
-
-
-def test_the_examples():
-    assert doctest.testmod(asking).failed == 0
 
 
 def test_questions_and_requests_bring_what_they_ask_for(recalled):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 
-from kvcap.runtime.recall import dialogue as dialogue_module
 from kvcap.runtime.recall.dialogue import Dialogue
 
 SPECIAL = r"<[|｜]?\w+[|｜]?>|\[/?INST\]"
@@ -50,10 +48,6 @@ def read(template: str, replies: Sequence[str]) -> tuple[Words, Dialogue]:
     turns = (user.format(f"Fact {i}.") + assistant.format(text) for i, text in enumerate(replies))
     words = Words("".join(turns) + user.format("And?") + assistant.partition("{")[0])
     return words, Dialogue(words, words.words.__getitem__)
-
-
-def test_the_examples():
-    assert doctest.testmod(dialogue_module).failed == 0
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 from itertools import islice
 from random import Random
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 
 from kvcap.pocket.prose import filler
-from kvcap.runtime.recall import recall as recall_module
 from kvcap.runtime.recall.recall import Recall, held_shares, with_gap
 from kvcap.runtime.types import KeptTokens
 
@@ -38,10 +36,6 @@ def read(tokenizer, sentences=4):
     rest = filler(Random(0))
     parts = [f"{fact} {' '.join(islice(rest, sentences))} " for fact in FACTS]
     return encode(tokenizer, "".join(parts))
-
-
-def test_the_examples():
-    assert doctest.testmod(recall_module).failed == 0
 
 
 NOTHING = [KeptTokens(0, True, [np.zeros(0, int)])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import re
 from itertools import pairwise
 from random import Random
@@ -11,7 +10,6 @@ from uuid import UUID
 import pytest
 
 from kvcap.pocket.prose import filler
-from kvcap.runtime.recall import segments
 from kvcap.runtime.recall.segments import LEAST, LONGEST, QUESTION, TextPieces, cuts, question_start
 
 QUESTION_LINE = "\n\nWhich river did the old man of the valley cross, and in which year was it?"
@@ -25,10 +23,6 @@ def passages(tokenizer, text, longest=LONGEST):
     places = [0, *cuts(pieces, longest), len(ids)]
     assert all(0 < b - a <= longest for a, b in pairwise(places))
     return ["".join(pieces[a:b]) for a, b in pairwise(places)]
-
-
-def test_the_examples():
-    assert doctest.testmod(segments).failed == 0
 
 
 @pytest.mark.parametrize("longest", [2 * LEAST, 48, LONGEST])

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 
-from kvcap.runtime.recall import settings
 from kvcap.runtime.recall.settings import RecallSettings, index_bytes
-
-
-def test_the_examples():
-    assert doctest.testmod(settings).failed == 0
 
 
 def test_how_many_tokens_are_read_again():

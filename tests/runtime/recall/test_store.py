@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import doctest
 import random
 
 import pytest
 
-from kvcap.runtime.recall import store as store_module
 from kvcap.runtime.recall.settings import PAGE
 from kvcap.runtime.recall.store import PassageStore
 
@@ -29,10 +27,6 @@ def filled(*texts, limit=1 << 20):
 
 def spans(store, words):
     return [one.span[0] // 100 for one in store.search(words)]
-
-
-def test_the_examples():
-    assert doctest.testmod(store_module).failed == 0
 
 
 def test_the_passage_with_the_rarest_words_comes_first():

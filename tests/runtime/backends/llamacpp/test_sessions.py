@@ -64,26 +64,6 @@ def next_logits(session: Session, count: int = 3) -> list[Any]:
     return [session.loop.read(np.array([ids[i * 8 : i * 8 + 8]])) for i in range(count)]
 
 
-def test_undo_clear_and_regenerate_read_the_same_again(gguf: Files) -> None:
-    runtime = runtime_of(gguf())
-    session = short(runtime.session(seed=0))
-    first = answered(session, "Tell me of the sea.")
-    ids = session.read_ids
-    assert "".join(session.regenerate()) == first
-    assert session.read_ids == ids
-    answered(session, "And of the land, which is far away from here.")
-    assert session.cache.held < session.cache.seen
-    assert session.undo() == "And of the land, which is far away from here."
-    assert len(session.messages) == 2
-    again = answered(session, "And of the land, which is far away from here.")
-    other = short(runtime.session(seed=0))
-    other.messages = [dict(message) for message in session.messages[:2]]
-    assert answered(other, "And of the land, which is far away from here.") == again
-    session.clear()
-    assert session.cache.seen == session.cache.held == 0
-    assert answered(session, "Tell me of the sea.") == first
-
-
 def test_pins_and_the_system_prompt_stay(gguf: Files) -> None:
     session = short(runtime_of(gguf(), budget_tokens=96).session("Be kind.", seed=0))
     session.pin_system = True
