@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcap.kernels import critical, lagkv, pool, rows, window
+from kvcap.kernels import lagkv, pool, rows, window
 from kvcap.kernels.arguments import Pins
 from kvcap.kernels.choice import ready
 from kvcap.kernels.choice import use as use
@@ -34,6 +34,7 @@ from kvcap.policies.base import (
     pool_in_time,
 )
 from kvcap.policies.base.component import Component
+from kvcap.policies.base.eviction import LOWEST
 from kvcap.policies.budgets.adakv import AdaKV
 from kvcap.policies.budgets.cake import CakeBudget
 from kvcap.policies.cake import Cake
@@ -83,11 +84,6 @@ def update(component: Component, obs: Observation) -> dict[str, Tensor]:
     """Return new values of a component's state, as `component.update(obs)` does."""
     if type(component) is H2O and ready(obs.keys) and _covers(component, obs):
         return _h2o(component, obs)
-    if type(component) is CriticalKV and ready(obs.keys) and obs.expansion is None:
-        old, weights = obs.values.shape[2] - obs.new, obs.output_projection
-        values, kept = obs.values[:, :, old:], obs.state["output_norm"][..., :old]
-        if weights is not None and critical.covers_norms(values, weights):
-            return {"output_norm": torch.cat((kept, critical.norms(values, weights)), -1)}
     return component.update(obs)
 
 
@@ -125,15 +121,30 @@ def rescore(
 ) -> Tensor:
     """Return new scores of rows of unequal lengths, [B, K, n], as `rescorer.rescore` does.
 
-    Needs `covers_rows`. `critical.rescore` explains the arguments; `budgets` and `row_pins` differ
-    between rows.
+    Args:
+        rescorer: a `CriticalKV`, whose code runs here as it is; None leaves scores as they are.
+        scores: [B, K, n], arbitrary behind a row's slots, as is the result.
+        pins: `seen` and `spans`; `row_pins` takes the place of `sinks` and `recents`.
+        obs: the observation of the rows.
+        budgets: slots of each row that stay, [B·K] int32.
+        row_pins: how many first and newest tokens of each row stay, [B·K, 2] int32.
     """
-    if not isinstance(rescorer, CriticalKV) or rescorer.alpha == 1:
+    if rescorer is None:
         return scores
     assert obs.rows is not None
-    norm, queries = obs.state["output_norm"], 1 if obs.queries is None else obs.queries.shape[2]
-    options = pins, budgets, rescorer.alpha, rescorer.epsilon, queries
-    return critical.rescore(scores, obs.positions, norm, *options, obs.rows, row_pins)
+    batch, heads, slots = scores.shape
+    index = torch.arange(slots, device=scores.device)
+    behind = index >= obs.rows.lengths.view(batch, heads, 1)
+    rest = behind.sum(-1, keepdim=True)  # which take no part, as if they were pinned and stayed
+    norm = rows.padded(obs.state["output_norm"], obs.rows, batch)
+    padded = replace(
+        obs,
+        positions=obs.positions.masked_fill(behind, 0),
+        budget=budgets.view(batch, heads, 1) + rest,  # type: ignore[arg-type]
+        state={"output_norm": norm},
+    )
+    pinned = pins.of_rows(obs.positions, row_pins) | behind
+    return rescorer.rescore(scores.nan_to_num(nan=LOWEST), pinned, padded)
 
 
 def divide(budget: HeadBudget, scores: Tensor, *arguments: Any) -> Division:
@@ -218,10 +229,11 @@ def update_rows(
         drawn = window.scores(obs, kind, component.group)
         rows.put(rows.padded(state, obs.rows, len(drawn)) + drawn, state, obs.rows)
     elif type(component) is CriticalKV:
-        weights = obs.output_projection
         assert values is not None
-        assert weights is not None
-        rows.put(critical.norms(values, weights), obs.state["output_norm"], obs.rows, before)
+        none = {"output_norm": values.new_empty(*values.shape[:2], 0, dtype=torch.float32)}
+        block = replace(obs, keys=values, values=values, new=values.shape[2], state=none)
+        norms = component.update(block)["output_norm"]
+        rows.put(norms.contiguous(), obs.state["output_norm"], obs.rows, before)
 
 
 def _covers(policy: Policy, obs: Observation) -> bool:

@@ -29,6 +29,14 @@ class Pins(NamedTuple):
     seen: int | Tensor  # tokens read so far, an int or one int64 on the device
     spans: Spans  # [start, stop) of pinned positions, at most `MOST_SPANS`
 
+    def of_rows(self, positions: Tensor, row_pins: Tensor) -> Tensor:
+        """Return which slots stay, [B, K, n]; rows have sinks and recents of their own [B·K, 2]."""
+        sinks, recents = row_pins.view(*positions.shape[:2], 2)[:, :, None].unbind(-1)  # [B, K, 1]
+        pinned = (positions < sinks) | (positions >= self.seen - recents)
+        for start, stop in self.spans:
+            pinned |= (positions >= start) & (positions < stop)
+        return pinned
+
     def arguments(self, device: torch.device) -> dict[str, Any]:
         """Return the arguments `sinks` to `stop_7` of `worth_of`; missing spans are empty."""
         seen, clock = seen_and_clock(self.seen, device)

@@ -48,11 +48,7 @@ def by_split(
     `as_adakv` explains the other arguments.
     """
     (batch, heads), lengths = scores.shape[:2], rows.lengths
-    sinks, recents = row_pins.view(batch, heads, 2).unbind(-1)
-    pinned = positions < sinks[..., None]
-    pinned |= positions >= pins.seen - recents[..., None]
-    for start, stop in pins.spans:
-        pinned |= (positions >= start) & (positions < stop)
+    pinned = pins.of_rows(positions, row_pins)
     due = (lengths > targets).any()
     scores = scores.nan_to_num(nan=LOWEST)
     kept = budget.split(scores, pinned, positions, lengths.view(batch, heads), average)

@@ -1,4 +1,4 @@
-"""CriticalKV's kernels against its own code, in triton's interpreter too."""
+"""CriticalKV over rows of a pool against its own code, in triton's interpreter too."""
 
 from __future__ import annotations
 
@@ -10,44 +10,9 @@ from interpreted import DEVICE, pytestmark  # noqa: F401
 from twins import ints, randn
 
 from kvcap import kernels
-from kvcap.kernels import critical
 from kvcap.kernels.arguments import Pins
 from kvcap.policies.base import Observation, Rows
 from kvcap.policies.rescorers.criticalkv import CriticalKV
-
-
-@pytest.mark.parametrize("programs", [4, 0])  # 0: one reads all columns
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("batch", "heads", "group", "length", "size", "hidden"),
-    [(1, 2, 3, 1, 16, 50), (2, 2, 1, 7, 20, 33), (1, 1, 2, 70, 64, 130)],
-)
-def test_norms_of_projected_values(
-    batch, heads, group, length, size, hidden, dtype, programs, monkeypatch
-):
-    monkeypatch.setattr(critical, "PROGRAMS", programs)
-    slots = randn(batch, heads, length + 3, size, dtype=dtype)
-    projection = randn(hidden, heads * group * size, seed=1, dtype=dtype) / size
-    weights = projection.T.unflatten(0, (heads, group, size))
-    values = slots[:, :, 3:]
-    assert critical.covers_norms(values, weights)
-    exact = torch.einsum("bktd,kgdc->bktgc", values.double(), weights.double())
-    expected = exact.abs().sum(-1).mean(-1)
-    found = critical.norms(values, weights)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-    obs = Observation(
-        slots,
-        slots,
-        torch.zeros(1),
-        9,
-        5,
-        new=length,
-        output_projection=weights,
-        state={"output_norm": randn(batch, heads, length + 3)},
-    )
-    with kernels.use("triton"):
-        state = kernels.update(CriticalKV(), obs)["output_norm"]
-    torch.testing.assert_close(state, CriticalKV().update(obs)["output_norm"], rtol=1e-4, atol=1e-4)
 
 
 def observed(batch, heads, slots, seed=0, budget=20, spans=()):
