@@ -23,7 +23,6 @@ from kvcap.runtime.types import DEFAULT_POLICY
 if TYPE_CHECKING:
     from kvcap.export.decoder.check import DecoderReport
     from kvcap.export.graphs.shape import Shape
-    from kvcap.runtime.models.rounding import Rounding
 
 export = CommandGroup("Write scores and decoders as ONNX graphs, and check them.")
 
@@ -206,14 +205,6 @@ def decoder_command(
         metavar="NAME",
         panel="Model",
     ),
-    symmetric: bool | None = option(
-        None,
-        "Round weights in blocks whose range lies around 0, or in blocks with a zero of "
-        "their own (by default int8 around 0, int4 with a zero of its own).",
-        "--symmetric/--asymmetric",
-        panel="Model",
-        show=False,
-    ),
     calibrate: Path | None = option(
         None,
         "Round int4 by a text like those that the model will read (GPTQ): the export "
@@ -248,9 +239,6 @@ def decoder_command(
     json: bool = JSON,
 ) -> None:
     """Export a model and its eviction as ONNX graphs, checked, or leave no directory."""
-    from kvcap.export.decoder.refusal import refuse_by_config
-
-    refuse_by_config(model)
     _check_cache(positions, kv_dtype)
     from kvcap.policies import load_policy
     from kvcap.runtime.cli.commands import quiet_libraries
@@ -269,13 +257,13 @@ def decoder_command(
         kv_dtype=kv_dtype,
     )
     where = out or Path(f"{Path(model).name}-onnx")
-    rounding, text = _rounding(dtype, symmetric), _text(dtype, calibrate, kv_dtype)
+    text = _text(dtype, calibrate, kv_dtype)
     if foresee:
         from kvcap.export.decoder.foresee import foreseen
 
-        print(jsonlib.dumps(foreseen(model, settings, dtype, rounding, text)))
+        print(jsonlib.dumps(foreseen(model, settings, dtype, text)))
         return
-    manifest, report = _kvcap(model, settings, dtype, where, quick, force, rounding, text)
+    manifest, report = _kvcap(model, settings, dtype, where, quick, force, text)
     summary = {**_summary(manifest, where), "seconds": round(time.perf_counter() - started, 1)}
     if json:
         print(jsonlib.dumps({**summary, **report.as_dict()}))
@@ -353,7 +341,6 @@ def _kvcap(
     out: Path,
     quick: bool,
     force: bool,
-    rounding: Rounding | None,
     text: str | None,
 ) -> tuple[dict[str, Any], DecoderReport]:
     """Export one decoder's graph; refuse impossible settings before weights are read."""
@@ -370,20 +357,9 @@ def _kvcap(
 
     require()
     check_out(out, None)
-    check_out(out, None if force else settings_of(model, layout, dtype, rounding, text, kv_dtype))
+    check_out(out, None if force else settings_of(model, layout, dtype, text, kv_dtype))
     source = open_model(model, dtype)
-    return write(source, layout, dtype, out, quick, _note, force, rounding, text, kv_dtype)
-
-
-def _rounding(dtype: str, symmetric: bool | None) -> Rounding | None:
-    """Return how weights are rounded, None for types that round none.
-
-    Raises:
-        NotExportable: there is no such type.
-    """
-    from kvcap.export.decoder.spec import check_dtype, rounding_of
-
-    return rounding_of(check_dtype(dtype), symmetric)
+    return write(source, layout, dtype, out, quick, _note, force, text, kv_dtype)
 
 
 def _text(dtype: str, file: Path | None, kv_dtype: str | None) -> str | None:

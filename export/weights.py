@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvcap.runtime.backends.onnxruntime.library import library
+from kvcap.runtime.errors import GraphBroken
 from kvcap.runtime.models.rounding import Rounding, in_blocks, nearest, steps_of
 
 ACCURACY = 4  # MatMulNBits' level for fast kernels, which round activations to int8 block by block
@@ -486,8 +487,15 @@ class Rounded(NamedTuple):
 
 
 def rounded_in(file: Path) -> dict[str, Rounded]:
-    """Return the weights that a graph has in blocks, by their names in the model."""
-    graph = library("onnx").load(str(file), load_external_data=False).graph
+    """Return the weights that a graph has in blocks, by their names in the model.
+
+    Raises:
+        GraphBroken: the file is no graph.
+    """
+    try:
+        graph = library("onnx").load(str(file), load_external_data=False).graph
+    except Exception as error:  # protobuf's own, and the system's
+        raise GraphBroken(f"{file.name} is no graph that can be loaded: {error}") from error
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     by_name = {}
     for node in graph.node:

@@ -9,7 +9,7 @@ import torch
 from kvcap.dtypes import torch_dtype
 from kvcap.export.decoder import manifest
 from kvcap.export.decoder.graph import DecoderGraph
-from kvcap.export.decoder.spec import CACHE, check_dtype, layout_for
+from kvcap.export.decoder.spec import CACHE, ROUNDINGS, check_dtype, layout_for
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.models.checkpoint import empty_model
 from kvcap.runtime.models.files import load_config
@@ -17,9 +17,7 @@ from kvcap.runtime.models.names import resolve
 from kvcap.runtime.models.rounding import Rounding
 
 
-def foreseen(
-    model: str, settings: CacheSettings, dtype: str, rounding: Rounding | None, text: str | None
-) -> dict[str, Any]:
+def foreseen(model: str, settings: CacheSettings, dtype: str, text: str | None) -> dict[str, Any]:
     """Return the manifest that an export would have, without its files; read no weights.
 
     The bytes of its weights are an estimate, as tensors in a file begin at round places.
@@ -35,7 +33,8 @@ def foreseen(
     if settings.kv_dtype is not None:
         shape = layout.shape
         scales = torch.ones(len(shape.layers), 2, shape.kv_heads, shape.head_size)
-    facts = manifest.describe(model, DecoderGraph(empty, layout, scales), dtype, rounding, text)
+    facts = manifest.describe(model, DecoderGraph(empty, layout, scales), dtype, text)
+    rounding = ROUNDINGS.get(dtype)
     facts["model"]["weights_bytes"] = sum(_bytes(x, rounding) for x in empty.parameters())
     return facts
 

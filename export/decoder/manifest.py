@@ -1,7 +1,6 @@
 """Writes the manifest of a decoder's directory: all that a runner without Python needs.
 
-The backend of ONNX Runtime reads it. What is said of a model and its files is the same for
-decoders that others exported, which have evictors beside them.
+The backend of ONNX Runtime reads it.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ import kvcap
 from kvcap.export.decoder.evictor import EvictionGraph
 from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.decoder.layer import held_layers
+from kvcap.export.decoder.spec import ROUNDINGS
 from kvcap.export.files import file_entry
 from kvcap.export.graphs.ports import Port
 from kvcap.export.graphs.spec import recipe
 from kvcap.runtime.backends.onnxruntime.manifest import KIND, KV_DTYPE, SCHEMA, check
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.models.config import ModelShape
-from kvcap.runtime.models.rounding import Rounding
 from kvcap.runtime.types import MANIFEST
 
 GRAPH, WEIGHTS = "decoder.onnx", "decoder.onnx.data"
@@ -76,7 +75,6 @@ def describe(
     name: str,
     decoder: DecoderGraph,
     dtype: str,
-    rounding: Rounding | None = None,
     text: str | None = None,
 ) -> dict[str, Any]:
     """Describe a decoder before its files are written, with its `settings_of`."""
@@ -89,7 +87,7 @@ def describe(
 
     return {
         "schema": SCHEMA,
-        **settings_of(name, layout, dtype, rounding, text, kv_dtype),
+        **settings_of(name, layout, dtype, text, kv_dtype),
         **({"slot_scales": SLOT_SCALES} if kv_dtype else {}),
         **({"windows": [layer.window for layer in decoder.layers]} if slides else {}),
         "rule": RULE + (RULE_OF_WINDOWS if slides else []) + (RULE_OF_INT8 if kv_dtype else []),
@@ -110,7 +108,6 @@ def settings_of(
     name: str,
     layout: CacheLayout,
     dtype: str,
-    rounding: Rounding | None = None,
     text: str | None = None,
     kv_dtype: str | None = None,
 ) -> dict[str, Any]:
@@ -120,11 +117,11 @@ def settings_of(
         name: of the model.
         layout: of the cache.
         dtype: of the weights.
-        rounding: of the weights, in blocks.
         text: that they, or slots in int8, were calibrated on.
         kv_dtype: of slots that are quantised.
     """
     calibrated = None if text is None else hashlib.sha256(text.encode()).hexdigest()
+    rounding = ROUNDINGS.get(dtype)
     blocks: dict[str, Any] = {"symmetric": rounding.symmetric} if rounding else {}
     if rounding or kv_dtype:
         blocks["calibrated_on"] = calibrated

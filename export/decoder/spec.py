@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvcap.dtypes import short, torch_dtype
 from kvcap.export.decoder.depth import layers_of
-from kvcap.export.decoder.refusal import refusal
 from kvcap.policies import Eviction
 from kvcap.policies.base.component import ATTENTION_VIEWS
 from kvcap.runtime.cache.layout import CacheLayout, default_positions
@@ -23,9 +22,7 @@ from kvcap.runtime.models.files import (
     load_model,
     load_tokenizer,
 )
-from kvcap.runtime.models.gguf import AS_THEY_ARE
 from kvcap.runtime.models.names import resolve
-from kvcap.runtime.models.rounding import Rounding
 
 ROUNDINGS = {
     name: rounding
@@ -109,27 +106,6 @@ def open_model(model: str | Path, dtype: str) -> Source:
     return Source(str(model), empty, load_tokenizer(where), weights)
 
 
-def rounding_of(dtype: str, symmetric: bool | None = None) -> Rounding | None:
-    """Return how an export's weights are rounded; None where they are floats.
-
-    Args:
-        dtype: one of `CACHE`.
-        symmetric: whether blocks have no zero of their own; None: as is usual for the type.
-
-    Raises:
-        NotExportable: `symmetric` is given and weights are floats.
-    """
-    preset = ROUNDINGS.get(dtype)
-    if symmetric is None:
-        return preset
-    if preset is None:
-        raise NotExportable(
-            f"{'--symmetric' if symmetric else '--asymmetric'} is for --dtype "
-            f"{' and '.join(ROUNDINGS)}, and this is {dtype}; leave it out"
-        )
-    return replace(preset, symmetric=symmetric)
-
-
 def check_dtype(dtype: str) -> str:
     """Return the name of a type of weights as manifests have it: fp32, fp16, int8 or int4.
 
@@ -137,8 +113,6 @@ def check_dtype(dtype: str) -> str:
         NotExportable: there are none of that type; names those there are.
     """
     known_name = short(dtype)
-    if known_name == "gguf":
-        raise NotExportable(f"no dtype 'gguf': {AS_THEY_ARE}; an export has {', '.join(CACHE)}")
     if known_name not in CACHE:
         how = "; PyTorch alone runs it: --backend torch" if dtype in formats.NAMES else ""
         raise NotExportable(f"no dtype {dtype!r} of a decoder; there are {', '.join(CACHE)}{how}")
@@ -154,7 +128,12 @@ def _check(shape: ModelShape, eviction: Eviction) -> None:
     """Refuse a model or an eviction that a graph with buffers of fixed sizes cannot run."""
     name = eviction.name or "the policy"
     if why := shape.not_exportable:
-        raise refusal(shape.family, why)
+        raise NotExportable(
+            f"in this {shape.family} there is what the decoder's graph does not do: {why}; export "
+            "a model whose layers attend fully or slide, with RoPE of type default, linear, llama3 "
+            "or yarn, or run this one with the PyTorch backend (--backend torch --weights int4 "
+            "for its weights in 4 bits)"
+        )
     if shape.sinks and eviction.observes & ATTENTION_VIEWS:
         raise NotExportable(
             f"the attention of this {shape.family} has sink logits, learned numbers beside the "

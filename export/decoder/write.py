@@ -34,7 +34,7 @@ from kvcap.export.decoder.fuse import fuse
 from kvcap.export.decoder.graph import TOKENS, DecoderGraph
 from kvcap.export.decoder.repeat import repeat
 from kvcap.export.decoder.slot_scales import measure, sample
-from kvcap.export.decoder.spec import WITHIN, Source, check_dtype, rounding_of
+from kvcap.export.decoder.spec import ROUNDINGS, WITHIN, Source, check_dtype
 from kvcap.export.files import refuse_other
 from kvcap.export.graphs.trace import OPSET, trace_without_weights
 from kvcap.export.weights import Packed, Store, place, rounded_in
@@ -57,7 +57,6 @@ def write(
     quick: bool = False,
     note: Callable[[str], None] = lambda text: None,
     force: bool = False,
-    rounding: Rounding | None = None,
     text: str | None = None,
     kv_dtype: str | None = None,
 ) -> tuple[dict[str, Any], DecoderReport]:
@@ -71,7 +70,6 @@ def write(
         quick: check over one block past the budget only.
         note: called with what is being done.
         force: replace another export too.
-        rounding: of weights in int8 or int4; None: as is usual.
         text: to calibrate weights in int4 on, and slots in int8; None: weights are rounded to the
             nearest, and slots are measured on Python's documentation.
         kv_dtype: 'int8' to hold keys and values in 8 bits; None: in the type of the cache.
@@ -87,20 +85,17 @@ def write(
     """
     require()
     dtype = check_dtype(dtype)
-    rounding = rounding or rounding_of(dtype)
     out = out.resolve()
     check_out(
         out,
-        None
-        if force
-        else manifest.settings_of(source.name, layout, dtype, rounding, text, kv_dtype),
+        None if force else manifest.settings_of(source.name, layout, dtype, text, kv_dtype),
     )
     refuse_text(text, dtype, kv_dtype)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".kvcap-", dir=out.parent) as name:
         folder = Path(name) / "decoder"
         folder.mkdir()
-        export = _Export(source, layout, dtype, rounding, folder, quick, note, text, kv_dtype)
+        export = _Export(source, layout, dtype, folder, quick, note, text, kv_dtype)
         export.calibrate()
         facts, report = export.made()
         manifest.write(folder, {**facts, "verified": report.as_dict(), "sample": report.sample})
@@ -117,7 +112,6 @@ class _Export:
     source: Source
     layout: CacheLayout
     dtype: str
-    rounding: Rounding | None
     folder: Path
     quick: bool
     note: Callable[[str], None]
@@ -126,6 +120,11 @@ class _Export:
     scales: Tensor | None = None  # [L, 2, K, D], scales of slots in int8
     packed: dict[str, Packed] = field(default_factory=dict)  # matrices rounded by a text (GPTQ)
     evictors: list[dict[str, Any]] = field(default_factory=list)  # their entries in the manifest
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """Return how weights are rounded; None where they are floats."""
+        return ROUNDINGS.get(self.dtype)
 
     def calibrate(self) -> None:
         """Round matrices by the text, if there is one, and measure the scales of slots."""
@@ -227,7 +226,7 @@ class _Export:
         if self.scales is not None:
             np.save(folder / manifest.SLOT_SCALES, self.scales.numpy())
         has_rows = embeddings.write(folder / manifest.GRAPH, folder / manifest.EMBEDDINGS)
-        facts = manifest.describe(source.name, decoder, self.dtype, self.rounding, self.text)
+        facts = manifest.describe(source.name, decoder, self.dtype, self.text)
         ends = end_ids(source.tokenizer, source.model.generation_config, source.config)
         facts["generation"]["eos_token_id"] = ends
         facts |= manifest.file_facts(folder)

@@ -44,7 +44,6 @@ class Kind(NamedTuple):
     name: str
     dtype: str | None = None  # PyTorch's type; None: the weights run in ONNX Runtime
     weights: str | None = None  # the value of `--weights`
-    symmetric: bool | None = None
     calibrated: bool = False
     kv_dtype: Literal["int8"] | None = None  # type of slots in ONNX Runtime; None: float
 
@@ -54,10 +53,8 @@ KINDS = (
     Kind("bfloat16", dtype="bfloat16"),
     Kind("int8", weights="int8"),
     Kind("int8, int8 slots", weights="int8", kv_dtype="int8"),
-    Kind("int4 symmetric", weights="int4", symmetric=True),
-    Kind("int4 asymmetric", weights="int4", symmetric=False),
-    Kind("int4 symmetric, calibrated", weights="int4", symmetric=True, calibrated=True),
-    Kind("int4 asymmetric, calibrated", weights="int4", symmetric=False, calibrated=True),
+    Kind("int4", weights="int4"),
+    Kind("int4, calibrated", weights="int4", calibrated=True),
     Kind("int8, PyTorch", dtype="bfloat16", weights="int8"),
     Kind("int4, PyTorch", dtype="bfloat16", weights="int4"),
 )
@@ -102,7 +99,6 @@ def _engine(kind: Kind, budget: int) -> tuple[Engine, int]:
             kind.weights,
             sizes,
             True,
-            kind.symmetric,
             text if kind.calibrated else None,
         )
     made = OrtRuntime.from_directory(folder)

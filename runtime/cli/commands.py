@@ -47,7 +47,7 @@ from kvcap.runtime.cli.options import (
 from kvcap.runtime.errors import NotExportable, PlanInfeasible
 from kvcap.runtime.files import as_text
 from kvcap.runtime.memory.free_memory import free_memory, process_bytes
-from kvcap.runtime.models.gguf import AS_THEY_ARE, GgufFile, is_gguf, read_gguf
+from kvcap.runtime.models.gguf import GgufFile, is_gguf, read_gguf
 from kvcap.runtime.models.hub import CONFIG, REPOSITORY
 from kvcap.runtime.models.names import check_here, is_name, locate, resolve
 from kvcap.runtime.planning.plan import (
@@ -681,8 +681,8 @@ def _export_folder(model: str) -> Path:
     folder = Path(model) if model in BUILT_IN else locate(model)
     if folder is not None and folder.is_file():
         raise NotExportable(
-            f"{model!r} is a GGUF file: {AS_THEY_ARE}; leave --backend onnxruntime out, or add "
-            "--weights int8 or int4 to have its weights rounded"
+            f"{model!r} is a GGUF file, which llama.cpp's library runs by default; leave --backend "
+            "onnxruntime out, or add --weights int8 or int4 to have its weights rounded"
         )
     if folder is None or (model in BUILT_IN and not folder.is_dir()):
         what = "a built-in model" if model in BUILT_IN else "no directory"

@@ -47,7 +47,6 @@ def kept_export(
     weights: str,
     budget: Budget,
     quiet: bool = False,
-    symmetric: bool | None = None,
     calibrate: Path | None = None,
 ) -> Path:
     """Return the directory of a model's export with these weights and sizes; make it if missing.
@@ -57,7 +56,6 @@ def kept_export(
         weights: int8 or int4.
         budget: the policy, its options and the sizes, which the graph has inside.
         quiet: say nothing on stderr but what the export says itself.
-        symmetric: whether blocks of weights have no zero of their own; None: as is usual.
         calibrate: a text by which int4 is rounded, and slots in int8 are measured; it is known by
             what it says.
 
@@ -69,7 +67,7 @@ def kept_export(
             type that exports do not have; or a text is for nothing.
         Exit: the export failed, which has said why.
     """
-    facts, folder = _requested_export(model, weights, budget, symmetric, calibrate)
+    facts, folder = _requested_export(model, weights, budget, calibrate)
     out = folder / "decoder"
     if _is_whole(out):
         return out
@@ -96,7 +94,7 @@ def foreseen_export(
     """
     from kvcap.runtime.backends.onnxruntime.manifest import Manifest, read
 
-    facts, folder = _requested_export(model, weights, budget, None, calibrate)
+    facts, folder = _requested_export(model, weights, budget, calibrate)
     out = folder / "decoder"
     if _is_whole(out):
         return read(out)
@@ -108,7 +106,7 @@ def foreseen_export(
 
 
 def _requested_export(
-    model: str, weights: str, budget: Budget, symmetric: bool | None, calibrate: Path | None
+    model: str, weights: str, budget: Budget, calibrate: Path | None
 ) -> tuple[dict[str, Any], Path]:
     """Return the settings that an export fixes, and its folder; refuse what has no export."""
     path = None if model in BUILT_IN else locate(model)
@@ -135,7 +133,7 @@ def _requested_export(
             "--calibrate is for --weights int4, or for --kv-dtype int8; add one, or leave it out"
         )
     text = None if calibrate is None else read_text(calibrate)
-    facts = identity(model, weights, budget, symmetric, text)
+    facts = identity(model, weights, budget, text)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     return facts, cache_folder() / f"{Path(model).name or 'model'}-{weights}-{digest}"
 
@@ -144,7 +142,6 @@ def identity(
     model: str,
     weights: str,
     budget: Budget,
-    symmetric: bool | None = None,
     text: str | None = None,
 ) -> dict[str, Any]:
     """Return all that is fixed in an export, as JSON has it; of a text its checksum."""
@@ -153,7 +150,7 @@ def identity(
         **read,
         "model": _model(model),
         "weights": weights,
-        "options": _options(budget, symmetric),
+        "options": _options(budget),
         "versions": {name: _version(name) for name in ("kvcap", "onnxruntime")},
     }
 
@@ -184,7 +181,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _options(budget: Budget, symmetric: bool | None) -> list[str]:
+def _options(budget: Budget) -> list[str]:
     """Return the options of `kvcap export decoder`, without model, type and folder."""
     pairs(budget.policy_option or [])  # refuses what is no KEY=VALUE
     tokens, block = budget.settings().sizes
@@ -200,8 +197,6 @@ def _options(budget: Budget, symmetric: bool | None) -> list[str]:
     words = [str(word) for item in given.items() for word in item]
     for option in sorted(budget.policy_option or []):
         words += ["--policy-option", option]
-    if symmetric is not None:
-        words.append("--symmetric" if symmetric else "--asymmetric")
     return words
 
 

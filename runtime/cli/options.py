@@ -23,7 +23,7 @@ from kvcap.runtime.cli.declare import again, argument, setting
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.files import as_text, parse_json, read_text
 from kvcap.runtime.models.formats import NAMES
-from kvcap.runtime.models.gguf import AS_THEY_ARE, loadable
+from kvcap.runtime.models.gguf import loadable
 from kvcap.runtime.models.names import is_export, names_gguf
 from kvcap.runtime.planning.plan import AUTO, parse_cap
 from kvcap.runtime.recall.settings import RecallSettings
@@ -114,8 +114,6 @@ def _cap(text: str | None) -> str | None:
 
 def _weights(given: str) -> str:
     """Check the name of a type of weights, without changing it."""
-    if given == "gguf":
-        raise click.BadParameter(f"{AS_THEY_ARE}; leave it out")
     if given not in NAMES:
         raise click.BadParameter(f"{given!r} is none of {', '.join(map(repr, NAMES))}.")
     return given

@@ -12,17 +12,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvcap.runtime.errors import UnsupportedModel
-from kvcap.runtime.models.kinds import (
-    AMONG_EXPERTS,
-    ATTENTIONS,
-    EXPERTS,
-    FULL,
-    STATES,
-    WITHOUT,
-    named_readers,
-    named_without_slots,
-    read_layers,
-)
 from kvcap.runtime.models.latents import Latent, latent_of
 from kvcap.runtime.models.rope import Rope, has_rope, heads_of, layer_config, rope_of
 from kvcap.runtime.models.states import KEPT, StateShape, states_of
@@ -76,6 +65,13 @@ KINDS = {  # words for types of layers that are refused, by transformers' names
     "hybrid_sliding": "attention over a window and a recurrent state in one layer",
     "indexed_attention": "sparse attention by an index of its own",
 }
+EXPERTS = ("moe_num_experts", "n_routed_experts", "num_experts", "num_local_experts")
+"""Names that configs have for the number of experts."""
+FULL = {"full_attention", "hybrid"}  # types of layers in a config: that attend to all tokens,
+ATTENTIONS = FULL | {"sliding_attention"}  # layers that attend
+STATES = {"linear_attention", "conv", "mamba", "hybrid"}  # layers with a state of fixed size
+WITHOUT = {"mlp", "moe"}  # layers that hold nothing
+AMONG_EXPERTS = "every token chooses among experts"
 LayerKind = Literal["capped", "sliding", "shared", "state", "none"]
 
 
@@ -148,7 +144,11 @@ class ModelShape:
 
         The readers are the last layers.
         """
-        return named_readers([layer.reads for layer in self.layers])
+        readers = self.of_kind("shared")
+        read = sorted({reads for layer in self.layers if (reads := layer.reads) is not None})
+        if not readers:
+            return ""
+        return f"layers {readers[0]} to {readers[-1]} read {' and '.join(map(str, read))}"
 
     @property
     def capped_ropes(self) -> list[Rope]:
@@ -226,7 +226,10 @@ class ModelShape:
     @property
     def neither(self) -> str:
         """Return the layers that neither hold slots alone nor slide, by index and kind."""
-        return named_without_slots(self.recurrent, self.of_kind("none"), self.shared)
+        without = self.of_kind("none")
+        words = [f"{layers_named(self.recurrent)} keep a recurrent state"] * bool(self.recurrent)
+        words += [f"{layers_named(without)} hold no keys and values"] * bool(without)
+        return ", ".join(filter(None, (*words, self.shared)))
 
     @property
     def held(self) -> str:
@@ -301,7 +304,7 @@ class ModelShape:
                     f"than it was built to, use at most {window} slots"
                 )
             full = {"sliding_attention"}
-        reads = read_layers(config, kinds)
+        reads = _read_layers(config, kinds)
         sinks = family in SINKS if trial is None else trial.sinks
         experts = any((getattr(config, name, None) or 0) > 1 for name in EXPERTS)
         own: list[LayerKind] = [
@@ -352,6 +355,16 @@ class ModelShape:
             softcap=getattr(config, "attn_logit_softcapping", None),
             trained_length=config.max_position_embeddings,
         )
+
+
+def _read_layers(config: Any, kinds: list[str]) -> list[int | None]:
+    """Return for each layer the earlier layer whose keys and values it reads; None if its own.
+
+    The last `num_kv_shared_layers` read the last layer of their kind before them (Gemma 3n and 4).
+    """
+    own = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    last = {kind: i for i, kind in enumerate(kinds[:own])}
+    return [None if i < own else last[kind] for i, kind in enumerate(kinds)]
 
 
 def refusal(family: str, why: str) -> UnsupportedModel:

@@ -65,11 +65,6 @@ PLAIN = {
 """Holds the types of tensors that NumPy has; others are bytes."""
 LONG = 1024  # values; a longer list belongs to a vocabulary
 TOKENS = "tokenizer.ggml.tokens"
-AS_THEY_ARE = (
-    "the weights of a GGUF file stay as they are in llama.cpp's library, which runs such files by "
-    "default, and --backend torch unpacks them"
-)
-"""Says what became of types of weights called 'gguf'."""
 
 
 class GgufFile(NamedTuple):

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from kvcap.runtime.errors import UnsupportedModel, first_line
 from kvcap.runtime.models.formats import matrix_of
-from kvcap.runtime.models.gguf import AS_THEY_ARE
 from kvcap.runtime.models.packed_matrix import TILE, WIDTH, PackedMatrix, Rows
 from kvcap.runtime.models.quantised import is_plain, quantisation
 
@@ -114,8 +113,6 @@ def check_packing(config: Any, dtype: torch.dtype, device: Any, kind: str) -> No
         ValueError: no such kind, or a device that is not the CPU.
         UnsupportedModel: the checkpoint is quantised already, or this PyTorch has no such products.
     """
-    if kind == "gguf":
-        raise UnsupportedModel(f"no weights={kind!r}: {AS_THEY_ARE}; leave it out")
     matrix_of(kind)
     if torch.device(device).type != "cpu":
         raise ValueError(

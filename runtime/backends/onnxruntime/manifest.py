@@ -7,8 +7,8 @@ ONNX Runtime: of a graph, it finds only the names of the files that hold its wei
 from __future__ import annotations
 
 import hashlib
-import mmap
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,22 +27,10 @@ from kvcap.schema import fault
 SCHEMA = "kvcap.decoder/2"
 SCHEMA_FILE = Path(__file__).parents[2] / "schemas" / "decoder.schema.json"
 KIND = "shared"  # past and present are one buffer
-FOREIGN = "grouped", "evictor"  # kinds that earlier versions wrote
 KV_DTYPE = "int8"  # of slots that are quantised
 HASHED = 64 << 20  # bytes; of larger files, which hold weights, only the size is checked
-# In an ONNX file: for each kind of message, which of its fields lead to a tensor (onnx.proto).
-LEADS = {
-    "model": {7: "graph", 20: "training", 25: "function"},
-    "training": {1: "graph", 2: "graph"},
-    "graph": {1: "node", 5: "tensor", 15: "sparse"},
-    "function": {7: "node", 11: "attribute"},
-    "node": {5: "attribute"},
-    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
-    "sparse": {1: "tensor", 2: "tensor"},
-    "tensor": {13: "entry"},
-}
-KEY, VALUE = 1, 2  # the fields of an entry
-DEEPEST = 100  # messages within messages, as protobuf allows
+LOCATION = re.compile(rb"\x0a\x08location\x12(.)", re.DOTALL)
+"""Finds where an ONNX file names one of weights: the entry's key, then the length of its value."""
 
 
 @dataclass(frozen=True)
@@ -151,11 +139,6 @@ def check(facts: Any, name: str = MANIFEST) -> None:
             f"{name} has schema {str(schema)[:40]!r}, and this kvcap reads {SCHEMA!r}; export it "
             "again"
         )
-    if facts.get("kind") in FOREIGN:
-        raise ManifestError(
-            f"{name} describes a decoder of another exporter, which this kvcap no longer runs; "
-            "export the model that it was made from with: kvcap export decoder MODEL"
-        )
     wrong = fault(facts, SCHEMA_FILE) or _contradiction(facts)
     if wrong is not None:
         raise ManifestError(f"{name} is no {SCHEMA}: {wrong}; export it again")
@@ -260,59 +243,8 @@ def files_named(path: Path) -> set[str]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no such file.
+        ValueError: a name is no text.
     """
-    with path.open("rb") as file:
-        if not path.stat().st_size:
-            raise ValueError("it is empty")
-        with (
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-            memoryview(mapped) as data,
-        ):
-            return set(_named(data, "model", 0))
-
-
-def _named(data: memoryview, kind: str, depth: int) -> Iterator[str]:
-    if depth > DEEPEST:
-        raise ValueError("it is nested too deeply")
-    if kind == "entry":
-        entry = {number: bytes(part) for number, part in _fields(data)}
-        if entry.get(KEY) == b"location":
-            yield entry.get(VALUE, b"").decode()
-        return
-    leads = LEADS[kind]
-    for number, part in _fields(data):
-        if number in leads:
-            yield from _named(part, leads[number], depth + 1)
-
-
-def _fields(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield number and bytes of each field that has a length; only such a field holds a message."""
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
-        number, wire = tag >> 3, tag & 7
-        if wire == 2:
-            size, at = _varint(data, at)
-            if size > len(data) - at:
-                raise ValueError("it was cut short")
-            with data[at : at + size] as part:
-                yield number, part
-            at += size
-        elif wire == 0:
-            _, at = _varint(data, at)
-        elif wire in (1, 5):
-            at += 8 if wire == 1 else 4
-        else:
-            raise ValueError("it is not in the format of ONNX")
-
-
-def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while shift < 64 and at < len(data):
-        byte = data[at]
-        value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            return value, at
-    raise ValueError("it is not in the format of ONNX")
+    data = path.read_bytes()
+    ends = ((key.end(), key[1][0]) for key in LOCATION.finditer(data))
+    return {data[end : end + length].decode() for end, length in ends}

@@ -268,11 +268,6 @@ def _check_identity(facts: dict[str, Any], mine: dict[str, Any], path: str) -> N
         )
     held, own = facts.get("weights"), mine["weights"]
     if held != own:
-        if held == "gguf":
-            raise SessionFileForeign(
-                f"{path!r} was saved with the weights of a GGUF file as they are, and PyTorch "
-                "unpacks them now; begin a new conversation"
-            )
         how = "without --weights" if held is None else f"with --weights {held} --backend torch"
         raise SessionFileForeign(
             f"{path!r} was saved with weights of {held or facts['dtype']}, and these are of "

@@ -486,7 +486,6 @@ def test_a_model_of_another_kind():
 
 @pytest.mark.parametrize(("arguments", "code", "told"), [
     (["pocket", "--dtype", "int3"], 2, "fp32, fp16, int8, int4"),
-    (["pocket", "--dtype", "fp16", "--symmetric"], 2, "--symmetric is for --dtype int8 and int4"),
     (["pocket", "--policy", "adakv"], 2, "unequal numbers of slots"),
     (["nothing-there"], 2, "nothing-there"),
     (["pocket", "--budget-tokens", "0"], 2, "--budget-tokens"),

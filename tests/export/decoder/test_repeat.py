@@ -400,13 +400,13 @@ def test_the_command_says_what_was_asked(checkpoint, tmp_path, capsys, traced_on
     out = tmp_path / "x"
     given = argv("export decoder {} -o {} --policy keydiff --dtype int4", checkpoint, out)
     given += argv("--budget-tokens 12 --block-size 4")
-    assert run([*given, *argv("--symmetric --quick --json")]) == 0
+    assert run([*given, *argv("--quick --json")]) == 0
     assert json.loads(capsys.readouterr().out)["dtype"] == "int4"
-    assert json.loads((out / MANIFEST).read_text())["symmetric"] is True
+    assert json.loads((out / MANIFEST).read_text())["symmetric"] is False
     assert run(["export", "verify", str(out), "--quick"]) == 0
     capsys.readouterr()
-    assert run(given) == 2
-    assert "symmetric True instead of False" in capsys.readouterr().err
+    assert run([*given, *argv("--positions true")]) == 2
+    assert "positions compact instead of true" in capsys.readouterr().err
 
 
 def test_names_are_numbered_by_their_layer():

@@ -52,19 +52,18 @@ def test_fewer_bits_predict_less_alike(monkeypatch, tmp_path, exports_here):
     monkeypatch.setattr(weights, "TEXTS", 3)
     rows = load("weights")(BenchmarkOptions(lengths=(64,), budgets=(64,), repeats=1)).rows
     by = {row["weights"]: row for row in rows}
-    four = ["int4 symmetric", "int4 asymmetric"]
-    better = [f"{name}, calibrated" for name in four]
+    four, better = ["int4"], ["int4, calibrated"]
     by_torch = ["int8, PyTorch", "int4, PyTorch"]
     slots = "int8, int8 slots"
     assert list(by) == ["float32", "bfloat16", "int8", slots, *four, *better, *by_torch]
-    assert len(exports_here) == 6
-    assert 0 < by[slots]["kl"] < by["int4 asymmetric"]["kl"]
+    assert len(exports_here) == 4
+    assert 0 < by[slots]["kl"] < by["int4"]["kl"]
     assert by["float32"]["kl"] == 0
     assert by["float32"]["same_token"] == 1
     assert all(by[name]["kl"] > 2 * by["int8"]["kl"] > 0 for name in four)
     assert by[by_torch[1]]["kl"] > 2 * by[by_torch[0]]["kl"] > 0
     pairs = zip(four, better, strict=True)
     assert all(by[name]["kl"] > by[other]["kl"] > by["int8"]["kl"] for name, other in pairs)
-    sizes = [by[name]["bytes"] for name in ("int4 symmetric", "int8", "bfloat16", "float32")]
+    sizes = [by[name]["bytes"] for name in ("int4", "int8", "bfloat16", "float32")]
     assert sizes == sorted(sizes)
     assert all(row["recall"] in (0, 1) for row in rows)

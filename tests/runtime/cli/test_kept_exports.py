@@ -139,7 +139,6 @@ def test_it_is_made_once_and_again_when_something_in_it_differs(model, made, cap
     assert capsys.readouterr().err == ""
     others = [
         kept_export(str(model), "int8", Budget()),
-        kept_export(str(model), "int4", Budget(), symmetric=True),
         *(
             kept_export(str(model), "int4", Budget(**given))
             for given in (
