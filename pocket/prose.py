@@ -1,19 +1,18 @@
-"""Endless filler: familiar template sentences in several registers, and unfamiliar text.
-
-Unfamiliar text (word salad, invented words, log lines, random characters) is there so that the
-model learns to find a fact in text that looks like nothing it knows.
-"""
+"""Endless filler: template sentences in several registers."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from random import Random
+from typing import TypeVar
 
 from kvcap.pocket import words
 
 FAMILIAR = tuple(words.TEMPLATES)
 _SLOT = re.compile(r"\{(\w+)\}")
+Option = TypeVar("Option")
 _Parts = tuple[str | tuple[str, ...], ...]
 
 
@@ -28,7 +27,7 @@ _COMPILED: dict[str, tuple[_Parts, ...]] = {
 }
 
 
-def pick(rng: Random, options: tuple[str, ...]) -> str:
+def pick(rng: Random, options: Sequence[Option]) -> Option:
     """Return one of ``options``; several times faster than ``rng.choice`` and as even."""
     return options[int(rng.random() * len(options))]
 
@@ -55,91 +54,24 @@ def invented(rng: Random, low: int = 2, high: int = 4) -> str:
     return "".join(pick(rng, words.SYLLABLES) for _ in range(rng.randint(low, high)))
 
 
-_SALAD = words.ADJECTIVES + words.NOUNS + words.ANIMALS + words.FOODS + words.COLOURS + words.SMALL
-
-
-def _salad(rng: Random) -> str:
-    return capital(" ".join(pick(rng, _SALAD) for _ in range(rng.randint(4, 16)))) + "."
-
-
-def _invented_sentence(rng: Random) -> str:
-    return capital(" ".join(invented(rng, 1, 4) for _ in range(rng.randint(3, 9)))) + "."
-
-
-def _log_line(rng: Random) -> str:
-    name, level = pick(rng, words.NOUNS), pick(rng, ("INFO", "WARN", "ERROR", "debug"))
-    stamp = f"{rng.randint(0, 23):02}:{rng.randint(0, 59):02}"
-    return pick(
-        rng,
-        (
-            f"[{stamp}] {level} {name}_{rng.randint(0, 99)}: {pick(rng, words.ADJECTIVES)} = "
-            f"{rng.randint(0, 9999)}\n",
-            f"def {invented(rng)}({name}, x): return {name} + x * {rng.randint(0, 99)}\n",
-            f'{{"{name}": {rng.random():.3f}, "{invented(rng)}": "{pick(rng, words.FOODS)}"}}\n',
-            f"<p>{pick(rng, words.NOUNS)} {rng.randint(1, 500)}/{rng.randint(1, 500)}</p>\n",
-        ),
-    )
-
-
-def _noise(rng: Random) -> str:
-    if rng.random() < 0.7:
-        return "".join(chr(rng.randint(32, 126)) for _ in range(rng.randint(5, 40)))
-    start = rng.choice((0xA1, 0x391, 0x410, 0x3042, 0x4E00, 0x1F600))
-    return "".join(chr(start + int(rng.random() * 60)) for _ in range(rng.randint(3, 20)))
-
-
-UNFAMILIAR: dict[str, Callable[[Random], str]] = {
-    "salad": _salad,
-    "invented": _invented_sentence,
-    "log": _log_line,
-    "noise": _noise,
-}
-
-
-def passages(rng: Random, unfamiliar: float = 0.0) -> Iterator[Callable[[], str]]:
+def passages(
+    rng: Random, others: Sequence[Callable[[Random], str]] = (), share: float = 0.0
+) -> Iterator[Callable[[], str]]:
     """Yield makers of single sentences, the register changing every 3 to 30 sentences.
 
-    ``unfamiliar`` is the share of passages in one of the :data:`UNFAMILIAR` styles.
+    Args:
+        rng: draws them.
+        others: makers of text in no familiar register.
+        share: of passages that are by one of them.
     """
     while True:
-        if rng.random() < unfamiliar:
-            make = UNFAMILIAR[pick(rng, tuple(UNFAMILIAR))]
-
-            def one(make: Callable[[Random], str] = make) -> str:
-                return make(rng)
-
-        else:
-            style = pick(rng, FAMILIAR)
-
-            def one(style: str = style) -> str:  # type: ignore[misc]
-                return sentence(rng, style)
-
+        other = rng.random() < share
+        make = pick(rng, others) if other else partial(sentence, style=pick(rng, FAMILIAR))
         for _ in range(rng.randint(3, 30)):
-            yield one
+            yield partial(make, rng)
 
 
-def filler(rng: Random, unfamiliar: float = 0.0) -> Iterator[str]:
+def filler(rng: Random) -> Iterator[str]:
     """Yield filler sentences without end; no sentence states a :class:`~.facts.Fact`."""
-    for one in passages(rng, unfamiliar):
+    for one in passages(rng):
         yield one()
-
-
-def estimate(text: str) -> int:
-    """Estimate how many pocket tokens ``text`` takes, without a tokenizer.
-
-    Familiar English has about 5 characters a token; text with few spaces, digits or letters
-    beyond ASCII has fewer.
-    """
-    dense = sum(not (c.islower() or c == " ") for c in text)
-    return int((len(text) - dense) / 5 + dense) + 1 if text.isascii() else len(text.encode())
-
-
-def passage(rng: Random, tokens: int, unfamiliar: float = 0.0) -> list[str]:
-    """Return filler sentences of about ``tokens`` tokens in all."""
-    sentences: list[str] = []
-    for text in filler(rng, unfamiliar):
-        if tokens <= 0:
-            return sentences
-        sentences.append(text)
-        tokens -= estimate(text)
-    raise AssertionError("filler never ends")

@@ -66,7 +66,6 @@ SYLLABLES = _words(
     "re ri ro sa se si so ta te ti to tu va ve vi vo za ze zo sha tro gri plo ven dor mun tal quo "
     "bren stel kra dri fol wex"
 )
-SMALL = _words("the a of and to in it was for on with that as at by from or not but all so if then")
 NUMBER_NAMES = _phrases(
     "code|number|pin|access code|serial number|entry code|key number|ticket number|reference number"
 )

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from conftest import small_policy, tiny_model
+from make import data_independent
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
@@ -31,7 +32,6 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.warm import converse
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.row_table import RowTable
-from kvcap.runtime.planning.dry_run import data_independent
 
 HOPPER = Target(multiprocessors=132, shared_memory=232448, overlaps=True)
 CONSUMER = Target(multiprocessors=82, shared_memory=101376, overlaps=False)  # an RTX 3090

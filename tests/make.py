@@ -10,12 +10,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tools import PATIENCE, ROOT
 from toy_engine import ToyEngine, tiny
+
+from kvcap.policies import Eviction
 
 FACT = "The secret code of the vault is 7421."
 QUESTION = "What is the secret code of the vault?"
@@ -107,3 +110,10 @@ def ray_cluster() -> Iterator[Any]:
         made.wait_for_nodes()
         yield made
         made.shutdown()
+
+
+def data_independent(eviction: Eviction) -> Eviction:
+    """The eviction without the parts whose control flow depends on the data."""
+    moving = (x for x in ("head_budget", "layer_budget") if getattr(eviction, x, None))
+    changes: Any = {name: None for name in moving if getattr(eviction, name).moves}
+    return replace(eviction, **changes) if changes else eviction

@@ -6,8 +6,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from kvcap.evals.quality.scores import UNITS, cell_score, interval
+from kvcap.evals.quality.scores import UNITS, cell_score
 from kvcap.lab.quality.cells import Cell, Setting
+from kvcap.lab.quality.intervals import interval
 from kvcap.lab.quality.sweep import Sweep
 
 OF_SETTING = {field.name for field in fields(Setting)}

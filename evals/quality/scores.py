@@ -48,17 +48,6 @@ def cell_score(scores: Sequence[float], unit: Unit) -> float:
     return unit.of_mean(fmean(scores))
 
 
-def interval(scores: Sequence[float], unit: Unit) -> tuple[float, float]:
-    """Return the 95 % interval of a cell's score.
-
-    It is Wilson's if each sample is right or wrong, else a bootstrap over samples.
-    """
-    if unit.share and all(score in (0, 1) for score in scores):
-        return wilson(round(sum(scores)), len(scores))
-    low, high = bootstrap(scores)
-    return unit.of_mean(low), unit.of_mean(high)
-
-
 def wilson(right: int, samples: int) -> tuple[float, float]:
     """Return the 95 % score interval of a share, which is sensible at 0 and 1 and for few samples.
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.quality.prompts import has_template
-from kvcap.evals.quality.scores import UNITS, cell_score, interval
+from kvcap.evals.quality.scores import UNITS, cell_score
 from kvcap.evals.reports import device_name, versions
 from kvcap.lab.peers.process import cores
 from kvcap.lab.quality.equal_bytes import (
@@ -41,6 +41,7 @@ from kvcap.lab.quality.equal_bytes import (
     measured,
     read_rows,
 )
+from kvcap.lab.quality.intervals import interval
 from kvcap.runtime.backends.llamacpp.library import PAGE, load_library
 from kvcap.runtime.backends.llamacpp.model import LlamaModel
 from kvcap.runtime.backends.llamacpp.plan import LlamaPlanner

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import groupby
 
-from kvcap.evals.quality.scores import cell_score, interval
+from kvcap.evals.quality.scores import cell_score
 from kvcap.lab.quality.cells import Cell
+from kvcap.lab.quality.intervals import interval
 from kvcap.lab.quality.table import group
 
 

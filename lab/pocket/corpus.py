@@ -16,8 +16,10 @@ from random import Random
 from kvcap.lab.pocket import short_tasks as _short_tasks  # registers its tasks
 from kvcap.lab.pocket.dialogue import SYSTEM, small_talk
 from kvcap.lab.pocket.tasks import TASKS, Message, Task
-from kvcap.pocket.facts import Fact, ask, facts, similar, state
-from kvcap.pocket.prose import estimate, filler, passage, pick, sentence
+from kvcap.lab.pocket.unfamiliar import estimate, passage
+from kvcap.lab.pocket.wordings import ask, similar, state
+from kvcap.pocket.facts import Fact, facts
+from kvcap.pocket.prose import filler, pick, sentence
 
 __all__ = [
     "TASKS",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from random import Random
 
+from kvcap.lab.pocket.unfamiliar import UNFAMILIAR
 from kvcap.pocket.facts import Fact, facts
-from kvcap.pocket.prose import FAMILIAR, UNFAMILIAR, capital, pick, sentence
+from kvcap.pocket.prose import FAMILIAR, capital, pick, sentence
 
 Turn = tuple[str, str]
 

@@ -6,9 +6,11 @@ from random import Random
 
 from kvcap.lab.pocket.dialogue import Turn, acknowledge, small_talk, unknown
 from kvcap.lab.pocket.tasks import Message, messages, quiz, task
+from kvcap.lab.pocket.unfamiliar import passage
+from kvcap.lab.pocket.wordings import ask, state
 from kvcap.pocket import words
-from kvcap.pocket.facts import Fact, ask, digits, facts, state
-from kvcap.pocket.prose import FAMILIAR, capital, invented, listing, passage, pick, sentence
+from kvcap.pocket.facts import Fact, digits, facts
+from kvcap.pocket.prose import FAMILIAR, capital, invented, listing, pick, sentence
 
 
 @task

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from random import Random
 
 from kvcap.lab.pocket.dialogue import Turn, acknowledge, small_talk, unknown
+from kvcap.lab.pocket.unfamiliar import passage
+from kvcap.lab.pocket.wordings import ask, similar, state
 from kvcap.pocket import words
-from kvcap.pocket.facts import Fact, ask, digits, facts, similar, state
-from kvcap.pocket.prose import capital, listing, passage, pick
+from kvcap.pocket.facts import Fact, digits, facts
+from kvcap.pocket.prose import capital, listing, pick
 
 Message = dict[str, str]
 Task = Callable[[Random, int], list[Message]]

@@ -13,9 +13,10 @@ import numpy as np
 from kvcap.evals.quality.answering import Prompt, recall_of, split_at_question
 from kvcap.evals.quality.llama_answering import answer, losses
 from kvcap.evals.quality.prompts import has_template
-from kvcap.evals.quality.scores import UNITS, cell_score, interval
+from kvcap.evals.quality.scores import UNITS, cell_score
 from kvcap.evals.reports import device_name, versions
 from kvcap.lab.quality.cells import Cell, Setting
+from kvcap.lab.quality.intervals import interval
 from kvcap.lab.quality.measuring import answer_limit, answer_tokens
 from kvcap.lab.quality.tasks import load_task, unit_of
 from kvcap.runtime.backends.llamacpp.library import load_library

@@ -13,10 +13,11 @@ from torch import Tensor
 from kvcap.evals.measure import percentiles
 from kvcap.evals.quality.answering import Prompt, answer, losses, recall_of, split_at_question
 from kvcap.evals.quality.prompts import Sample, has_template, tokens_to_say
-from kvcap.evals.quality.scores import UNITS, cell_score, interval
+from kvcap.evals.quality.scores import UNITS, cell_score
 from kvcap.evals.reports import device_name, versions
 from kvcap.lab.eviction_time import eviction_ms
 from kvcap.lab.quality.cells import Cell, Setting
+from kvcap.lab.quality.intervals import interval
 from kvcap.lab.quality.tasks import load_task, tasks, unit_of
 from kvcap.policies import load_policy
 from kvcap.runtime.backends.pytorch.runtime import Runtime

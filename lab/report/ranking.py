@@ -8,8 +8,9 @@ from statistics import fmean
 from typing import Any
 
 from kvcap.evals.quality.paired import compare
-from kvcap.evals.quality.scores import cell_score, interval
+from kvcap.evals.quality.scores import cell_score
 from kvcap.lab.quality.cells import Cell, Setting, label
+from kvcap.lab.quality.intervals import interval
 
 LEVEL = 0.05  # level of significance of a difference of two policies
 

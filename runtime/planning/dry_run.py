@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from kvcap.policies import Eviction
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.pool import Segment, resize
 from kvcap.runtime.cache.settings import CacheSettings
@@ -259,12 +257,3 @@ def attention_buffers(query: Tensor, keys: Tensor) -> int:
     logits = rows * min(512, keys.shape[2])
     rounded = 0 if query.dtype == torch.float32 else logits * query.element_size()
     return torch.get_num_threads() * (4 * (logits + 2 * rows + rows * size) + rounded)
-
-
-def data_independent(eviction: Eviction) -> Eviction:
-    """Return the eviction without the parts whose control flow depends on the data."""
-    changes: dict[str, Any] = {}
-    for slot in ("head_budget", "layer_budget"):
-        if getattr(getattr(eviction, slot), "moves", False):
-            changes[slot] = None
-    return replace(eviction, **changes) if changes else eviction

@@ -21,11 +21,12 @@ from sweeps import small_sweep
 from kvcap import cli
 from kvcap.evals.quality.answering import answer, losses
 from kvcap.evals.quality.prompts import Sample, prompt_ids, prompt_parts
-from kvcap.evals.quality.scores import UNITS, bootstrap, cell_score, interval, wilson
+from kvcap.evals.quality.scores import UNITS, bootstrap, cell_score, wilson
 from kvcap.evals.quality.text import fit, has_word, number_facts
 from kvcap.lab.eviction_time import eviction_ms
 from kvcap.lab.quality import sweep as runner
 from kvcap.lab.quality.cells import as_options, read_cells
+from kvcap.lab.quality.intervals import interval
 from kvcap.lab.quality.measuring import batches, new_cache
 from kvcap.lab.quality.sweep import Sweep, run
 from kvcap.lab.quality.table import results

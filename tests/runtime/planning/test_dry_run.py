@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import FAMILIES, small_policy, tiny_config
 from families import OLD, SINKS, config_of
+from make import data_independent
 from transformers import AutoModelForCausalLM
 
 import kvcap
@@ -19,7 +20,7 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.planning import dry_run
-from kvcap.runtime.planning.dry_run import Tally, data_independent, rehearse_block
+from kvcap.runtime.planning.dry_run import Tally, rehearse_block
 
 SIZES = {"hidden_size": 128, "intermediate_size": 320, "head_dim": 32}
 
