@@ -92,6 +92,10 @@ THINKING = {
     # As in DeepSeek R1, thoughts are always opened.
     "opens": "{{ bos_token }}" + TURNS + "{% if add_generation_prompt %}<|assistant|><think>\n"
     "{% endif %}",
+    # As in DeepSeek R1 and Qwen 3, thoughts are opened, and left out of earlier answers.
+    "forgets": "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}",
     # As in SmolLM 3, the system prompt turns thinking on or off, before the user's own.
     "system": "{{ bos_token }}<|system|>{% if enable_thinking | default(true) %}/think{% else %}"
     "/no_think{% endif %} {{ mood }}<|end|>" + TURNS + PROMPT,

@@ -640,6 +640,12 @@ class BudgetCache(Cache):  # type: ignore[misc]
         if self.balance is not None:
             self.balance.floor = slots_needed(self.layout, self.pinned_spans)
 
+    def drop(self, spans: Sequence[Span]) -> None:
+        """Free the slots of these tokens, [start, stop) in tokens read; see `Loop.drop`."""
+        for layer in self.capped_layers:
+            layer.engine.drop(spans, self.seen)
+        self.changed_by_host()
+
     activate_past_recording = refuse_reordering  # with which assisted decoding begins
 
     def prefetch(self, *_: Any, **__: Any) -> None:

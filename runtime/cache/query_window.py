@@ -81,6 +81,15 @@ class QueryWindow:
         shared = shift[:, :, None].expand(-1, -1, group, -1).flatten(0, 1)  # [b·k, G, count]
         return rotation.back(by_group, shared).view(queries.shape)
 
+    def drop(self, segment: Segment, gone: Tensor, seen: int) -> None:
+        """Move a segment's queries down by the tokens `gone` [b, k, e] that are older than each.
+
+        Of `seen` tokens some that are older than those stay where they are.
+        """
+        tokens = torch.arange(seen - self.queries.shape[2], seen, device=gone.device)
+        older = (gone[..., None, :] < tokens[:, None]).sum(-1)  # [b, k, w]
+        segment.rows_of(self.shift).add_(older)
+
     def become_compact(self, segment: Segment, past: int, rotation: Rotation) -> None:
         """Move a segment's queries from true positions to compact ones, which lie `past` lower."""
         queries = segment.rows_of(self.queries)

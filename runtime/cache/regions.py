@@ -12,7 +12,7 @@ from kvcap.runtime.cache.pinned_slots import clipped, merged
 from kvcap.runtime.types import Span
 
 FAR = 1 << 30  # beyond every token
-MOST = 16  # spans of a kind that are known, the newest; older ones count like any text
+MOST = 16  # spans of a kind that are weighed, the newest; older ones count like any text
 
 
 class Weight(NamedTuple):
@@ -25,6 +25,7 @@ class Weight(NamedTuple):
 
 WEIGHTS = {
     "thoughts": Weight(-2),
+    "dropped thoughts": Weight(-2),  # a head keeps some if others had evicted more of them
     "repeated replies": Weight(-2),
     "tool results": Weight(-1),
     "new tool results": Weight(0),
@@ -73,6 +74,16 @@ class Regions:
         return [(start, stop) for start, stop, own in self.weighed if own == tier]
 
     @property
+    def thoughts(self) -> list[Span]:
+        """Return the closed thoughts, whether they were dropped or not."""
+        return merged([*self.dropped, *self._spans.get("thoughts", ())])
+
+    @property
+    def dropped(self) -> list[Span]:
+        """Return the thoughts that were dropped, as the chat template leaves them out."""
+        return self._spans.get("dropped thoughts", [])
+
+    @property
     def protected(self) -> list[Span]:
         """Return the regions that leave after all other text."""
         return [(start, stop) for start, stop, tier in self.weighed if tier > 0]
@@ -80,7 +91,7 @@ class Regions:
     def add(self, regions: Mapping[str, Iterable[Span]]) -> None:
         """Add regions by their kinds."""
         for kind, spans in regions.items():
-            self._spans[kind] = merged([*self._spans.get(kind, ()), *spans])[-MOST:]
+            self._spans[kind] = merged([*self._spans.get(kind, ()), *spans])
         self._weigh()
 
     def set_repeated(self, replies: Iterable[Span]) -> None:
@@ -102,6 +113,12 @@ class Regions:
         opened = self._spans.pop("open thoughts", [])
         self.add({"thoughts": [(first, stop) for first, _ in opened]})
 
+    def drop_thoughts(self, spans: Iterable[Span]) -> None:
+        """Note that thoughts were dropped, in these spans with the marks around them."""
+        self.add({"dropped thoughts": spans})
+        left = (s for s in self._spans.pop("thoughts", ()) if not within(s, self.dropped))
+        self.add({"thoughts": left})
+
     def cut(self, seen: int) -> None:
         """Close thoughts, and remove everything behind the first `seen` tokens: it was not read."""
         self.close_thoughts(seen)
@@ -112,13 +129,22 @@ class Regions:
         regions = list[Region]()
         for kind, (tier, share, newest) in WEIGHTS.items():
             most = max(1, int(self._budget * share))
-            for start, stop in self._spans.get(kind, ()) if tier else ():
+            for start, stop in self._spans.get(kind, [])[-MOST:] if tier else ():
                 if tier > 0 and newest:
                     start = max(start, stop - most)
                 elif tier > 0:
                     stop = min(stop, start + most)
                 regions.append((start, stop, tier))
         self.weighed = tuple(regions)
+
+
+def within(span: Span, spans: Iterable[Span]) -> bool:
+    """Return whether one of the spans has all of a span.
+
+    >>> [within(span, [(0, 4), (6, 9)]) for span in ((1, 4), (3, 7))]
+    [True, False]
+    """
+    return any(start <= span[0] and span[1] <= stop for start, stop in spans)
 
 
 def tiers_of(tokens: Sequence[int], regions: Iterable[Region]) -> list[int]:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kvcap.runtime.cache.pinned_slots import clipped
+from kvcap.runtime.cache.pinned_slots import clipped, covered, merged
+from kvcap.runtime.cache.regions import Regions
 from kvcap.runtime.errors import PinsTooLarge
 from kvcap.runtime.recall.asking import asks
 from kvcap.runtime.recall.dialogue import USER, Dialogue
@@ -97,6 +98,8 @@ class Recall:
         self.passages: list[Passage] = []
         """Holds the passages read again for the last message, in the order in which they are."""
         self._pins: list[Span] = []  # of the answer in hand
+        self.regions = Regions(budget)
+        """Says which tokens are thoughts of the model, that nobody asks about; of the cache."""
         self._tokenizer, self._encode = tokenizer, encode
 
     @cached_property
@@ -181,7 +184,7 @@ class Recall:
         """Return what `find` does, and whether some of it is found by meaning."""
         self.index(ids)
         nothing = list[Passage](), False
-        if kept is not None and holds_all(kept, len(ids)):
+        if kept is not None and holds_all(kept, len(ids) - covered(self.regions.dropped)):
             return nothing
         is_question, words = asks(question), len([*terms(question)])
         if not is_question and words > MOST_KEYWORDS:
@@ -337,12 +340,13 @@ class Recall:
             ids: every token that was read; below 0 are unknown ones.
         """
         self._forget_beyond(len(ids))
+        no_text = merged([*self.spans, *self.regions.thoughts])
         while (start := self._start) < len(ids):
-            over = next((b for a, b in self.spans if a <= start < b), start)
+            over = next((b for a, b in no_text if a <= start < b), start)
             if over > start or not self.dialogue.is_text(ids[start]):
                 self._start = max(over, start + 1)
                 continue
-            behind = next((a for a, _ in self.spans if a > start), len(ids))
+            behind = next((a for a, _ in no_text if a > start), len(ids))
             stop = min(behind, self.dialogue.text_stop(ids, start))
             start, _ = self.dialogue.opening(ids, start)
             self._start = start

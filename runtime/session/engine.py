@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvcap.runtime.errors import MemoryCapExceeded, SessionBroken
 from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.recall.meaning import Meaning
-from kvcap.runtime.types import ModelKind, OnFull, SlotUse
+from kvcap.runtime.types import ModelKind, OnFull, SlotUse, Span
 
 MOST = 1000  # times as many slots as are needed: the largest budget that is tried as advice
 
@@ -213,6 +213,14 @@ class Loop(ABC):
         """Replace the cache's content by a copy of a cache of the same kind.
 
         What it pins stays as it is: a copy is of tokens that were read under the same pins.
+        """
+
+    @abstractmethod
+    def drop(self, spans: Sequence[Span]) -> bool:
+        """Free the slots of these tokens, [start, stop) in tokens read, as if they were evicted.
+
+        Tokens behind them were read. Where heads hold unequally many of them, each frees as many as
+        all can, the oldest first. Returns whether it can; if not, nothing is changed.
         """
 
     def launched(self) -> Callable[[], object]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 from weakref import ref
 
-from kvcap.runtime.cache.pinned_slots import clipped
+from kvcap.runtime.cache.pinned_slots import clipped, covered, merged
+from kvcap.runtime.cache.regions import within
 from kvcap.runtime.errors import (
     ChatTemplateMissing,
     EmptyPrompt,
@@ -36,6 +37,7 @@ from kvcap.runtime.session.encoding import check_letters, encode_with
 from kvcap.runtime.session.engine import Engine
 from kvcap.runtime.session.logprobs import Logprob
 from kvcap.runtime.session.messages import (
+    abilities_of,
     calls_are_written,
     check_tools_read,
     check_written,
@@ -57,7 +59,7 @@ from kvcap.runtime.session.messages import (
 from kvcap.runtime.session.prefixes import Prefixes, prefix_key
 from kvcap.runtime.session.stats import FinishReason, Stats, Turn
 from kvcap.runtime.session.template_forms import with_thoughts_closed
-from kvcap.runtime.session.thoughts import mark_opened
+from kvcap.runtime.session.thoughts import mark_opened, with_marks
 from kvcap.runtime.session.tool_calls import Parsed, parsed_by_template, parsed_text
 from kvcap.runtime.types import Message, OnFull, SlotUse, Span, Tool
 
@@ -91,6 +93,14 @@ class PreparedPrompt:
     begin: str = ""  # text that the answer begins with, at the end of `ids`
     regions: Mapping[str, Sequence[Span]] = field(default_factory=dict)
     """Holds tokens that leave the cache before or after others, by their kind; see `Regions`."""
+
+
+class ReadBefore(NamedTuple):
+    """A record of the tokens of a conversation as they are to be read once more."""
+
+    ids: list[int]
+    pins: list[Span]  # tokens of them that are pinned
+    regions: dict[str, list[Span]]  # that leave before or after others, by kind
 
 
 @dataclass(frozen=True)
@@ -156,6 +166,7 @@ class Session:
             lambda: runtime.meaning,
         )
         """Finds evicted text that a message asks about, to be read again in front of it."""
+        self.recall.regions = self.loop.cache.regions
         self._decoding = Decoding(runtime, self.loop)
         self._unusual = False  # True: `loop` is not of the kind that the runtime makes
         self._open: ref[Generator[Step, Any, None]] | None = None  # the answer being written
@@ -196,6 +207,7 @@ class Session:
         loop.on_full, loop.in_batch = self.loop.on_full, self.loop.in_batch
         loop.cache.guard = self.loop.cache.guard
         self.loop = self._decoding.loop = loop
+        self.recall.regions = loop.cache.regions
         self._unusual = True
 
     @property
@@ -669,33 +681,39 @@ class Session:
         pinned = frozenset(index for index in after.pinned if index < len(after.messages))
         return replace(after, pinned=pinned)
 
-    def _read_before(self, tokens: int) -> tuple[list[int], list[Span]] | None:
-        """Return the first tokens that the cache has read, without recalled ones, and their pins.
+    def _read_before(self, tokens: int) -> ReadBefore | None:
+        """Return the first tokens that the cache has read, without recalled and dropped ones.
 
         None: it has not read so many, or not all are known.
         """
         ids = self.read_ids[:tokens]
         if len(ids) < tokens or min(ids) < 0:
             return None
-        recalled = [index for span in self.recall.spans for index in range(*span) if index < tokens]
-        for index in reversed(recalled):
+        regions = self.loop.cache.regions
+        left_out = merged([*clipped(self.recall.spans, tokens), *clipped(regions.dropped, tokens)])
+        gone = [index for span in left_out for index in range(*span)]
+        for index in reversed(gone):
             del ids[index]
-        pins = clipped(self.cache.pinned_spans, tokens)
-        return ids, [(a - bisect_left(recalled, a), b - bisect_left(recalled, b)) for a, b in pins]
+
+        def moved(spans: Iterable[Span]) -> list[Span]:
+            some = clipped(spans, tokens)
+            return [(a - bisect_left(gone, a), b - bisect_left(gone, b)) for a, b in some]
+
+        kinds = {kind: moved(spans) for kind, spans in regions.facts.items()}
+        return ReadBefore(ids, moved(self.cache.pinned_spans), kinds)
 
     def _whole_prompt(
         self,
         whole: Transcript,
         begin: str = "",
-        read: tuple[list[int], list[Span]] | None = None,
+        read: ReadBefore | None = None,
     ) -> PreparedPrompt:
         """Return the prompt of a whole conversation.
 
         Args:
             whole: the conversation.
             begin: text that its answer begins with.
-            read: its tokens as they were read before, and those that are pinned; None: it is
-                written anew.
+            read: its tokens as they were read before; None: it is written anew.
         """
         tokenizer, options = self.runtime.tokenizer, self._template_options
 
@@ -713,7 +731,7 @@ class Session:
         check_written(tokenizer, first, whole.messages, whole.tools, options)
         text = write([*first, *whole.messages])
         if read is not None:
-            ids, spans = read
+            ids, spans = read.ids, read.pins
         else:
             ids = self.encode(text)
             spans = system_span(encode, whole.system) if whole.pin_system and whole.system else []
@@ -729,7 +747,7 @@ class Session:
                 with suppress(ChatTemplateMissing):  # of a message that the user did not write
                     regions["system prompt and tools"] = [(0, common_prefix(opening(), ids))]
         else:
-            regions = self.loop.cache.regions.facts
+            regions = read.regions
         return PreparedPrompt(
             ids,
             whole,
@@ -782,7 +800,8 @@ class Session:
 
     def _evicts(self, tokens: int) -> bool:
         """Return whether so many tokens do not all fit, and some leave."""
-        return not self.loop.may_be_full and tokens > self.runtime.plan.budget_tokens
+        dropped = covered(self.loop.cache.regions.dropped)
+        return not self.loop.may_be_full and tokens - dropped > self.runtime.plan.budget_tokens
 
     def _encoded(self, text: str) -> list[int]:
         return self.encode(text, follows=True)
@@ -888,6 +907,7 @@ class Session:
                     start = self.cache.seen, self.cache.held
                     if prompt.transcript is not None or not start[0]:
                         self._answered = None
+                    self._drop_thoughts(prompt)
                     turn.reused_tokens = start[0]
                     self.recall.begin(start[0])
                 insertion = None
@@ -925,6 +945,21 @@ class Session:
         if after is not None and self._evicts(seen + len(prompt.ids)):
             known = [*self._decoding.ids_read(seen), *prompt.ids]
             regions.set_repeated(self.recall.dialogue.repeated_replies(known))
+
+    def _drop_thoughts(self, prompt: PreparedPrompt) -> None:
+        """Free the slots of thoughts that the template leaves out once the user says more."""
+        after, regions, ids = prompt.transcript, self.loop.cache.regions, self.read_ids
+        known = [span for span in regions.thoughts if not within(span, regions.dropped)]
+        if not known or after is None or after.messages[-1]["role"] == "tool":
+            return
+        tokenizer, cache = self.runtime.tokenizer, self.cache
+        if not abilities_of(tokenizer, after.tools, prompt.options).forgets:
+            return
+        whole = [span for one in known if (span := with_marks(tokenizer, ids, one)) is not None]
+        pins = [(0, cache.sinks), *cache.pinned_spans]
+        free = [span for span in whole if not any(a < span[1] and span[0] < b for a, b in pins)]
+        if free and self.loop.drop(free):
+            regions.drop_thoughts(free)
 
     def _shared_prefix(self, prompt: PreparedPrompt) -> SharedPrefix | None:
         """Return the first tokens of a prompt that other conversations may begin with as well."""

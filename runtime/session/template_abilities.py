@@ -43,6 +43,7 @@ class Abilities(NamedTuple):
     calls: bool  # and what they returned
     system: bool  # a message of the system
     thinking: bool  # what the model thinks, or whether it is to
+    forgets: bool  # it leaves the thoughts of earlier answers out
 
 
 @lru_cache(maxsize=64)
@@ -83,4 +84,9 @@ def abilities(template: str, names: str) -> Abilities:
         thinking=opened.rstrip().endswith(tuple(THOUGHTS))
         or len({text([USER], **effort) for effort in EFFORTS}) > 1
         or MARKER in text([USER, THOUGHT], prompt=False),
+        forgets=any(
+            (later := text([USER, {**USER, "role": "assistant", "content": thought}, USER]))
+            and MARKER not in later
+            for thought in (f"{a}\n{MARKER}\n{b}\n\n." for a, b in THOUGHTS.items())
+        ),
     )

@@ -13,6 +13,7 @@ from kvcap.runtime.session.detokenizer import Detokenizer
 from kvcap.runtime.session.encoding import encode_with
 from kvcap.runtime.session.listener import Listener
 from kvcap.runtime.session.template_forms import THOUGHTS
+from kvcap.runtime.types import Span
 
 MARK_SEEN = 16  # tokens that a mark of thoughts has at most, with the space behind it
 EFFORTS = {"none": 0, "minimal": 128, "low": 512, "medium": 2048, "high": 8192}
@@ -24,6 +25,33 @@ def mark_opened(tokenizer: Any, prompt: Sequence[int]) -> str:
     last = list(prompt)[-MARK_SEEN:]
     text = tokenizer.backend_tokenizer.decode(last, skip_special_tokens=False).rstrip()
     return next((mark for mark in THOUGHTS if text.endswith(mark)), "")
+
+
+def with_marks(tokenizer: Any, ids: Sequence[int], span: Span) -> Span | None:
+    """Return the span of thoughts with the mark before them and the blank text behind them.
+
+    None: no mark closes them, so that they are what was answered; or nothing was read behind them.
+
+    Args:
+        tokenizer: of the model.
+        ids: tokens that were read.
+        span: thoughts among them, up to the mark that closes them.
+    """
+    start, stop = span
+
+    def text(first: int, end: int) -> str:
+        known = [token for token in ids[first:end] if token >= 0]
+        some: str = tokenizer.backend_tokenizer.decode(known, skip_special_tokens=False)
+        return some
+
+    marks = [a for a, b in THOUGHTS.items() if b in text(max(start, stop - MARK_SEEN), stop)]
+    if not marks:
+        return None
+    before = range(start - 1, max(0, start - MARK_SEEN) - 1, -1)
+    start = next((i for i in before if text(i, start).lstrip().startswith(marks[0])), start)
+    while stop < len(ids) and text(stop, stop + 1).isspace():
+        stop += 1
+    return (start, stop) if stop < len(ids) else None
 
 
 class Thoughts(Listener):

@@ -95,7 +95,7 @@ def replayed(loop, ids, length):
 
 
 def conversation(policy, positions, batch, choice, graphs=False, kind=None):
-    """Logits, and what is kept after a prompt that fills slots, tokens, pins and another prompt.
+    """Logits, and what is kept after a prompt that fills slots, tokens, pins, a drop and a prompt.
 
     Of the tokens read, some leave before others from then on.
     """
@@ -116,6 +116,7 @@ def conversation(policy, positions, batch, choice, graphs=False, kind=None):
         stops = [*range(0, 41, BLOCK), 45, *range(46, 50)]
         found = [read(a, b) for a, b in itertools.pairwise(stops)]
         cache.pin([(41, 43)])
+        assert loop.drop([(46, 48)])
         cache.regions.add({"thoughts": [(43, 46)], "system prompt and tools": [(0, 36)]})
         stops = [49, 50, 56, 64]
         found += [read(a, b) for a, b in itertools.pairwise(stops)]

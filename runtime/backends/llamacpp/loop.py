@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvcap.runtime.backends.arrays import ArrayCache, ArrayLoop, Arrays
 from kvcap.runtime.backends.llamacpp.context import Context, Floats, for_streams
 from kvcap.runtime.backends.llamacpp.model import reason
-from kvcap.runtime.backends.llamacpp.rank import Indices, Ranking
+from kvcap.runtime.backends.llamacpp.rank import Indices, Ranking, within
 from kvcap.runtime.cache.pinned_slots import check_slots
 from kvcap.runtime.errors import MemoryCapExceeded, SessionFileForeign, UnsupportedModel
 from kvcap.runtime.interrupts import interrupts_deferred
@@ -161,6 +161,11 @@ class LlamaCache(ArrayCache):
             )
         )
 
+    def drop(self, spans: Sequence[Span]) -> None:
+        """Free the cells of these tokens."""
+        self.settle_keys()
+        self._keep(~within(self.tokens, spans))
+
     def _keep(self, stays: NDArray[np.bool_]) -> None:
         """Free the cells of tokens that do not stay; renumber the others if they are compact."""
         for start, stop in runs(~stays):
@@ -272,6 +277,12 @@ class LlamaLoop(ArrayLoop):
         waiting = self.cache.held - self.cache.budget
         if waiting >= (self.every if read == 1 else 1):
             self.cache.evict()
+
+    def drop(self, spans: Sequence[Span]) -> bool:
+        """Free the cells of these tokens."""
+        with interrupts_deferred():
+            self.cache.drop(spans)
+        return True
 
     def copied(self) -> CacheCopy:
         """Return a copy of what the cache holds."""

@@ -177,7 +177,12 @@ def runs(eviction: Any) -> bool:
 def pinned(tokens: Indices, seen: int, pins: tuple[int, int], spans: Sequence[Span]) -> Mask:
     """Return which of the held tokens are never evicted. Bool [n]."""
     sinks, recents = pins
-    mask: Mask = (tokens < sinks) | (tokens >= seen - recents)
+    return (tokens < sinks) | (tokens >= seen - recents) | within(tokens, spans)
+
+
+def within(tokens: Indices, spans: Sequence[Span]) -> Mask:
+    """Return which tokens lie in one of the spans. Bool [n]."""
+    mask = np.zeros(len(tokens), bool)
     for start, stop in spans:
         mask |= (tokens >= start) & (tokens < stop)
     return mask

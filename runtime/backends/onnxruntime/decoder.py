@@ -312,6 +312,13 @@ class ExportedDecoder:
             if gone.size:
                 layer.evict(gone[0])
 
+    def drop(self, spans: Sequence[Span], seen: int) -> None:
+        """Evict the slots of these tokens, of `seen` ones: as many from each head as all hold."""
+        inside = [layer.within(spans) for layer in self.capped]
+        count = min(int(one.sum(axis=1).min()) for one in inside)
+        for layer, one in zip(self.capped, inside, strict=True):
+            layer.drop(one, count, seen)
+
     def _evict_early(self, layer: LayerSlots, seen: int, spans: Sequence[Span]) -> None:
         """Evict the regions that leave before other text, down to the layer's budget."""
         if self.regions is not None and self.regions.weighed:
@@ -409,7 +416,8 @@ class ExportedDecoder:
         """
         views: dict[str, Array] = {}
         for i, (layer, count) in enumerate(zip(self.layers, held, strict=True)):
-            if not min(layer.budget, seen) <= count <= min(seen, layer.capacity - 1):
+            least = min(layer.budget, seen) if i in self.windows else min(1, seen)
+            if not least <= count <= min(seen, layer.capacity - 1):
                 raise ValueError(f"{count} slots of layer {i} cannot be held after {seen} tokens")
             views |= {f"{name}.{i}": x for name, x in layer.views(count, seen).items()}
         return views

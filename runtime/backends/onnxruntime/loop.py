@@ -45,7 +45,8 @@ class OrtCache(ArrayCache):
     @property
     def spare(self) -> int:
         """Return how many tokens fit before any head must evict."""
-        return max(0, self.budget - self.seen)
+        budgets, held = self._capped(self.decoder.budgets), self._capped(self.decoder.held)
+        return max(0, min(budget - slots for budget, slots in zip(budgets, held, strict=True)))
 
     @property
     def budget(self) -> int:
@@ -142,6 +143,12 @@ class OrtLoop(ArrayLoop):
             logits = cache.decoder.run(ids[0].tolist(), cache.seen, cache.pins)
             cache.seen += tokens
         return logits
+
+    def drop(self, spans: Sequence[Span]) -> bool:
+        """Free the slots of these tokens in layers that are capped."""
+        with interrupts_deferred():
+            self.cache.decoder.drop(spans, self.cache.seen)
+        return True
 
     def copied(self) -> CacheCopy:
         """Return a copy of what the cache holds."""

@@ -74,6 +74,12 @@ def _within(positions: Array, spans: Sequence[Span]) -> Array:
     return mask
 
 
+def _oldest(positions: Array, inside: Array, count: int) -> Array:
+    """Return the slots [K, count] of the oldest tokens of each head that are `inside`."""
+    order: Array = np.argsort(np.where(inside, positions, LAST), axis=1, kind="stable")
+    return order[:, :count]
+
+
 class LayerSlots:
     """A layer's slots, which take in blocks and give up what is evicted.
 
@@ -145,8 +151,33 @@ class LayerSlots:
 
         Survivors behind the new `held` move into the holes before it.
         """
-        count = gone.shape[1]
-        kept = self.held - count
+        self._remove(gone)
+        if self.turns is not None and "queries" in self.buffers:
+            # They are newer than all that goes, or pinned with their tokens.
+            self.turns.back(self.buffers["queries"], np.array(gone.shape[1]))
+
+    def drop(self, inside: Array, count: int, seen: int) -> None:
+        """Evict the `count` oldest slots of each head that are `inside` [K, held].
+
+        Of `seen` tokens some that are older stay, and so do their queries where they are.
+        """
+        positions = self.buffers["positions"][0, :, : self.held]
+        gone = _oldest(positions, inside, count)
+        left = np.take_along_axis(positions, gone, axis=1)  # [K, count]
+        self._remove(gone)
+        if self.turns is not None and "queries" in self.buffers:
+            queries = self.buffers["queries"]
+            tokens = np.arange(seen - queries.shape[2], seen)
+            older = (left[:, None] < tokens[:, None]).sum(axis=2)  # [K, w]
+            self.turns.back(queries, older.repeat(queries.shape[1] // len(older), axis=0))
+
+    def within(self, spans: Sequence[Span]) -> Array:
+        """Return which slots in use hold a token of these spans. Bool [K, held]."""
+        return _within(self.buffers["positions"][0, :, : self.held], spans)
+
+    def _remove(self, gone: Array) -> None:
+        """Evict slots as `evict` does; queries stay where they are."""
+        kept = self.held - gone.shape[1]
         shift = None if self.turns is None else self._older(gone)
         # A head has as many holes before `kept` as survivors behind it: both are listed by heads.
         heads, at = np.nonzero(gone < kept)
@@ -165,8 +196,6 @@ class LayerSlots:
         else:
             for key, by in zip(self.buffers["keys"][0], shift, strict=True):
                 self.turns.back(key[:kept], by[:kept])
-        if "queries" in self.buffers:  # newer than all that goes, or pinned with their tokens
-            self.turns.back(self.buffers["queries"], np.array(count))
 
     def evict_early(self, regions: Regions, pins: Sequence[Span], most: int) -> None:
         """Evict up to `most` slots of regions that leave before other text, from each head.
@@ -176,12 +205,11 @@ class LayerSlots:
         for tier in (-2, -1):
             if not (spans := regions.early(tier)):
                 continue
-            positions = self.buffers["positions"][0, :, : self.held]  # [K, held]
-            inside = _within(positions, spans) & ~_within(positions, pins)
+            inside = self.within(spans) & ~self.within(pins)  # [K, held]
             count = min(most, int(inside.sum(axis=1).min()))
             if count:
-                order = np.argsort(np.where(inside, positions, LAST), axis=1, kind="stable")
-                self.evict(order[:, :count])
+                positions = self.buffers["positions"][0, :, : self.held]
+                self.evict(_oldest(positions, inside, count))
                 most -= count
 
     def _turn_again(self, shift: Array) -> None:

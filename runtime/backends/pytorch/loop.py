@@ -5,7 +5,7 @@ Works on token ids and logits; knows no text and no sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -24,7 +24,7 @@ from kvcap.runtime.models.latents import check_expansions
 from kvcap.runtime.models.output_projection import check_projections
 from kvcap.runtime.models.rope import SHORT, ShortFactors
 from kvcap.runtime.session.engine import CacheCopy, Loop, Room
-from kvcap.runtime.types import OnFull
+from kvcap.runtime.types import OnFull, Span
 
 LENGTHS = 8  # how many lengths blocks are padded to, besides a single token
 
@@ -130,6 +130,18 @@ class BlockLoop(Loop):
         with interrupts_deferred():
             copies.go_on_from(self.cache, copy)
             self.read_short = [*copy.facts["short"]]
+
+    @torch.inference_mode()
+    def drop(self, spans: Sequence[Span]) -> bool:
+        """Free the slots of these tokens in capped layers.
+
+        Texts that longrope's short factors may have to be read again for keep them.
+        """
+        if self.read_short:
+            return False
+        with interrupts_deferred():
+            self.cache.drop(spans)
+        return True
 
     def launched(self) -> Callable[[], object]:
         """Return a function that waits until the GPU has computed all passes so far.

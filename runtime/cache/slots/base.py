@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from kvcap.runtime.cache.query_window import QueryWindow
 from kvcap.runtime.cache.slots.policy import AttentionCall, LayerPolicy
 from kvcap.runtime.cache.step import PendingBlock
 from kvcap.runtime.models.rope import Rotation
+from kvcap.runtime.types import Span
 
 
 class LayerMemory(NamedTuple):
@@ -134,6 +136,23 @@ class SlotEngine:
             keys, positions = segment.keys[row], segment.positions[row]
             keys.copy_(rotation.moved(keys, ranks(positions) - positions))
         segment.aux(SHIFT).zero_()
+
+    def drop(self, spans: Sequence[Span], seen: int) -> None:
+        """Evict the slots of these tokens, of `seen` ones.
+
+        Heads of a segment evict as many as all of them hold, the oldest.
+        """
+        for segment in self.segments:
+            positions = segment.positions
+            inside = torch.zeros_like(positions, dtype=torch.bool)
+            for start, stop in spans:
+                inside |= (positions >= start) & (positions < stop)
+            if count := int(inside.sum(-1).min()):
+                slots = positions.masked_fill(~inside, seen).argsort(-1)[..., :count]
+                if self.query_window is not None:
+                    self.query_window.drop(segment, positions.gather(-1, slots), seen)
+                self.positions.move_down(segment, slots)
+                segment.evict(slots)
 
     def restore(self, held: list[int]) -> None:
         """Set each segment's slots in use, as before a block that failed."""

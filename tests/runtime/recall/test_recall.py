@@ -38,6 +38,23 @@ def read(tokenizer, sentences=4):
     return encode(tokenizer, "".join(parts))
 
 
+def test_thoughts_are_no_passages(tokenizer, recall):
+    """Neither are those found that were dropped, nor what stands before and behind them cut."""
+    ids = read(tokenizer)
+    question = "When does the train leave for Lisbon?"
+    ((start, stop), *_), *_ = recall.find(question, ids)
+    recall.clear()
+    recall.regions.add(
+        {"dropped thoughts": [(start, stop)], "thoughts": [(len(ids) - 9, len(ids))]}
+    )
+    assert not recall.find(question, ids)
+    spans = sorted(match.span for match in recall.store.search("harbour market gulls orchard"))
+    assert all(b <= start or stop <= a for a, b in spans)
+    rest = [token for i, token in enumerate(ids) if not start <= i < stop]
+    kept = [KeptTokens(0, True, [np.arange(len(rest))])]
+    assert not recall.find("Who keeps the key of the harbour?", ids, kept), "all else is held"
+
+
 NOTHING = [KeptTokens(0, True, [np.zeros(0, int)])]
 
 

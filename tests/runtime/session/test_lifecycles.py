@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from alive import Alive
+from chat_templates import THINKING, with_template
 from conftest import in_turn, small_policy
 from families import OLD, model_of
 from hypothesis import HealthCheck, settings
@@ -389,6 +390,8 @@ def failing(thing: Any, name: str, error: type[BaseException]) -> Iterator[None]
 def begun(runtime: Any, system: str | None = None) -> Session:
     session: Session = runtime.session(system, seed=3)
     session.set_generation(max_new_tokens=3, temperature=0.8)
+    if runtime.tokenizer.chat_template == THINKING["forgets"]:
+        session.set_generation(max_new_tokens=12, thinking_budget=1)
     return session
 
 
@@ -485,6 +488,16 @@ def test_any_life(policy, positions, kv_dtype, every, parts, tmp_path):
 @pytest.mark.parametrize("policy", ["lagkv", "snapkv", "adakv", "cake", "calidrop"])
 def test_any_life_of_some(policy, parts, tmp_path, alive):
     made = [runtime_of(parts, policy, *way, size) for way in WAYS for size in (BUDGET, ROOMY)]
+    kind = lives_of(tmp_path, *made, alive=alive)
+    lived(kind, settings=settings(few, max_examples=8, stateful_step_count=12))
+
+
+@beyond
+@pytest.mark.parametrize("policy", ["lagkv", "snapkv", "adakv", "calidrop"])
+def test_any_life_whose_thoughts_are_left_out(policy, parts, tmp_path, alive):
+    model, tokenizer = parts
+    thinks = model, with_template(tokenizer, THINKING["forgets"])
+    made = [runtime_of(thinks, policy, *way, size) for way in WAYS for size in (BUDGET, ROOMY)]
     kind = lives_of(tmp_path, *made, alive=alive)
     lived(kind, settings=settings(few, max_examples=8, stateful_step_count=12))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tiny_chat
 from chat_templates import THINKING
-from region_checks import BUDGET, check_regions
+from region_checks import BUDGET, check_regions, check_thoughts_leave
 from toy_engine import ToyEngine, session_of
 
 from kvcap.runtime.backends.pytorch.runtime import Runtime
@@ -88,6 +88,31 @@ def test_thoughts_and_results_leave_first_and_the_system_prompt_last(tmp_path, p
         tiny_chat.save(tmp_path), policy, budget_tokens=BUDGET, block_size=16, device="cpu"
     )
     check_regions(runtime, sessions)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"kv_dtype": "int8"}, {"positions": "true"}, {"positions": "auto"}],
+    ids=["compact", "int8", "true", "auto"],
+)
+def test_closed_thoughts_leave_as_the_template_leaves_them_out(tmp_path, settings):
+    """ONNX Runtime and llama.cpp test it beside their own."""
+    runtime = Runtime.from_pretrained(
+        tiny_chat.save(tmp_path),
+        "streaming_llm",
+        budget_tokens=BUDGET,
+        block_size=16,
+        device="cpu",
+        **settings,
+    )
+
+    def keys(cache: Any) -> Any:
+        engine = cache.capped_layers[0].engine
+        order = engine.segments[0].positions.argsort(-1)
+        copy = engine.read_keys(engine.segments[0])
+        return copy.take_along_dim(order[..., None], 2)[0].float().numpy()
+
+    check_thoughts_leave(runtime, tmp_path / "s", keys)
 
 
 def test_a_reply_said_three_times_leaves_first(tmp_path):

@@ -161,11 +161,15 @@ def test_a_model_is_told_of_tools_that_its_template_does_not_write(runtime, name
 
 
 @pytest.mark.parametrize(("name", "writes"), [
-    ("own turn", Abilities(True, True, True, False)), ("ids", Abilities(True, True, True, False)),
-    ("named", Abilities(True, True, True, False)), ("one turn", Abilities(True, True, True, False)),
-    ("text", Abilities(False, False, True, False)),
-    ("walked", Abilities(False, False, True, False)),
-    ("switch", Abilities(False, False, True, True)), ("opens", Abilities(False, False, True, True)),
+    ("own turn", Abilities(True, True, True, False, False)),
+    ("ids", Abilities(True, True, True, False, False)),
+    ("named", Abilities(True, True, True, False, False)),
+    ("one turn", Abilities(True, True, True, False, False)),
+    ("text", Abilities(False, False, True, False, False)),
+    ("walked", Abilities(False, False, True, False, False)),
+    ("switch", Abilities(False, False, True, True, False)),
+    ("opens", Abilities(False, False, True, True, False)),
+    ("forgets", Abilities(False, False, True, True, True)),
 ])  # fmt: skip
 def test_what_a_template_writes_is_found_out(runtime, name, writes):
     runtime.tokenizer.chat_template = {**TOOLS, **PLAIN, **PARTS, **THINKING}[name]

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from llama_reference import agree, needs_library, runtime_of, text_ids
-from region_checks import BUDGET, check_regions
+from region_checks import BUDGET, check_regions, check_thoughts_leave
 
+from kvcap.runtime.backends.llamacpp.loop import LlamaCache
 from kvcap.runtime.errors import (
     MemoryCapExceeded,
     PinsTooLarge,
@@ -89,6 +90,19 @@ def test_thoughts_and_results_leave_first_and_the_system_prompt_last(
     gguf: Files, policy: str
 ) -> None:
     check_regions(runtime_of(gguf(), policy=policy, budget_tokens=2 * BUDGET))
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+def test_closed_thoughts_leave_as_the_template_leaves_them_out(
+    gguf: Files, positions: str, tmp_path: Path
+) -> None:
+    runtime = runtime_of(gguf(), budget_tokens=2 * BUDGET, positions=positions)
+
+    def keys(cache: LlamaCache) -> Any:
+        cache.settle_keys()
+        return cache.context.layers(cache.sequence, cache.held)[0].keys()
+
+    check_thoughts_leave(runtime, tmp_path / "s", keys)
 
 
 def test_nothing_is_evicted_where_that_is_forbidden(gguf: Files) -> None:

@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 import pytest
 from make import ran
-from region_checks import BUDGET, check_regions
+from region_checks import BUDGET, check_regions, check_thoughts_leave
 from tools import PATIENCE, made, operations, pocket_decoder, tiny_decoder  # noqa: F401
 
 from kvcap.cli import run
 from kvcap.policies import load_policy
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.library import library
+from kvcap.runtime.backends.onnxruntime.loop import OrtCache
 from kvcap.runtime.backends.onnxruntime.manifest import check, files_named
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
 from kvcap.runtime.backends.pytorch.runtime import Runtime
@@ -770,6 +771,17 @@ def test_sessions_of_others_are_refused_and_change_nothing(exported, tiny, tmp_p
 
 def test_thoughts_and_results_leave_first_and_the_system_prompt_last(exported):
     check_regions(OrtRuntime.from_directory(exported("compact", BUDGET)))
+
+
+def test_closed_thoughts_leave_as_the_template_leaves_them_out(exported, tmp_path):
+    runtime = OrtRuntime.from_directory(exported("compact", BUDGET))
+
+    def keys(cache: OrtCache) -> Any:
+        layer = cache.decoder.layers[0]
+        order = layer.buffers["positions"][0, :, : layer.held].argsort(axis=1)
+        return np.take_along_axis(layer.buffers["keys"][0], order[..., None], axis=1)
+
+    check_thoughts_leave(runtime, tmp_path / "s", keys, "the sea")
 
 
 def test_when_the_budget_is_full(tiny):
