@@ -378,6 +378,11 @@ def test_duoattention_gives_each_class_its_policy(table):
     assert torch.equal(eviction.select(retrieving, 12), base.select(retrieving, 12))
 
 
+def test_duoattention_keeps_room_for_what_is_pinned(table):
+    duo = DuoAttention(table([[1, 0]]), sinks=4, recents=16)
+    assert duo.allot([100], 2, 50) == [[149, 51]]
+
+
 def test_duoattention_treats_equal_scores_by_place(table):
     duo = DuoAttention(table([[1, 1], [1, 1]]), sinks=1, recents=1)
     assert duo.allot([10, 10], 2, 0) == [[10, 10], [10, 10]]

@@ -211,16 +211,6 @@ def test_criticalkv_reads_the_heads_own_values():
         torch.testing.assert_close(layer.segments[0].aux("output_norm")[0, 0], norms)
 
 
-def test_a_session_loads_into_a_smaller_cache(tmp_path):
-    model = model_of("deepseek_v2")
-    session = runtime_of(model, "keydiff", 48).session()
-    session.loop.prefill(text(56))
-    session.save(tmp_path / "s")
-    small = Session.load(runtime_of(model, "keydiff", 12, block=2), tmp_path / "s")
-    assert small.cache.held == 12
-    assert small.loop.prefill(text(3)).isfinite().all()
-
-
 def test_a_session_of_before_an_option_goes_on_exactly(tmp_path, monkeypatch):
     """As saved by a version that did not know the option yet."""
     runtime, ids = runtime_of(model_of("youtu"), "keydiff"), text(70)

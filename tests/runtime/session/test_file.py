@@ -420,6 +420,21 @@ def test_foreign(session, chatting, tmp_path, tmp_path_factory):
         Session.load(same.runtime, tmp_path / "s")
 
 
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"fingerprint": "0", "model": "someone/else"}, "saved by model 'someone/else'"),
+    ({"fingerprint": "0", "model": "someone/else", "dtype": "bfloat16"},
+     "saved by model 'someone/else'.*--dtype bfloat16"),
+    ({"fingerprint": "0", "dtype": "bfloat16"}, "saved with dtype 'bfloat16'"),
+    ({"backend": "onnxruntime", "model": "x (ONNX Runtime)"}, "--backend onnxruntime"),
+    ({"positions": "true"}, "saved with positions 'true'"),
+])  # fmt: skip
+def test_a_file_of_another_model_is_refused_by_the_model_first(changes, says, session, tmp_path):
+    session.save(tmp_path / "s")
+    other = rewritten(tmp_path / "s", tmp_path / "t", lambda _, facts: facts.update(changes))
+    with pytest.raises(SessionFileForeign, match=says):
+        session.restore(other)
+
+
 def test_fields_of_another_version_of_transformers_do_not_matter(session, chatting, tmp_path):
     saved = tmp_path / "session"
     session.save(saved)

@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from batches import together
 from hypothesis import given
 from hypothesis import strategies as st
 from made_tokenizers import Wrapped
@@ -534,27 +535,20 @@ def test_rows_of_a_batch_are_held_to_schemas_of_their_own():
     ]
 
     def sessions() -> list[Any]:
-        found = []
-        for options in held:
-            session = runtime.session(seed=3)
+        made = [runtime.session(seed=3) for _ in held]
+        for session, options in zip(made, held, strict=True):
             session.set_generation(max_new_tokens=3, do_sample=False)
             list(session.send("Please remember: the code for the blue door is 4821. " * 2))
             session.set_generation(max_new_tokens=60, **options)
-            found.append(session)
-        return found
+        return made
 
-    question = "What is the code for the blue door?"
-    alone = ["".join(session.send(question)) for session in sessions()]
     batch, several = runtime.batch(3), sessions()
     assert batch.apart is None
-    for session in several:
-        batch.add(session, session.send(question))
-    answers = {id(session): "" for session in several}
-    for session, text in batch:
-        answers[id(session)] += text
-    assert [answers[id(session)] for session in several] == alone
-    check(alone[0], CODE)
-    check(alone[3], CODE)
-    assert re.fullmatch("(ab|ba){2,30}", alone[2])
-    assert alone[1][0] not in "{["
-    assert "".join(one.text for one in several[3].logprobs) == alone[3]
+    question = "What is the code for the blue door?"
+    answers = together(batch, several, [question] * 4)
+    assert answers == ["".join(session.send(question)) for session in sessions()]
+    check(answers[0], CODE)
+    check(answers[3], CODE)
+    assert re.fullmatch("(ab|ba){2,30}", answers[2])
+    assert answers[1][0] not in "{["
+    assert "".join(one.text for one in several[3].logprobs) == answers[3]

@@ -459,17 +459,22 @@ def test_a_hard_life(policy, positions, kv_dtype, every, parts, tmp_path, alive)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_hard_life_of_a_family(family, tmp_path, alive):
     """With states in place of slots or beside them, and with latents."""
-    live_hard(runtime_of(parts_of(family), "keydiff"), tmp_path, alive)
+    live_hard(runtime_of(parts_of(family), "keydiff"), tmp_path, alive, compared=True)
 
 
-def live_hard(runtime: Any, folder: Path, alive: Alive) -> None:
-    """Live through all that once left something of a conversation to the next one."""
+def live_hard(runtime: Any, folder: Path, alive: Alive, *, compared: bool = False) -> None:
+    """Live through all that once left something of a conversation to the next one.
+
+    Where it is to be compared, whatever all fits is also read by a cache of its own.
+    """
     life = lives_of(folder, runtime, alive=alive)()
     life.begin()
     for act in HARD:
         name, *texts = act.split()
         getattr(life, name)(*texts)
         life.is_sound()
+        if compared and life.other.cache.seen == life.other.cache.held > 0:
+            life.is_as_one_that_read_it_at_once()
     life.end()
 
 

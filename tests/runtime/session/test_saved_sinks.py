@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from batches import together
 from conftest import tiny_model
 from tools import runtime_of
 from toy_engine import session_of, tiny
@@ -76,9 +77,5 @@ def test_sessions_of_both_kinds_are_answered_together(tmp_path, chat_model):
     old.save(tmp_path / "s")
     sessions = [Session.load(usual, tmp_path / "s"), session_of(usual)]
     assert [session.cache.sinks for session in sessions] == [0, 4]
-    batch, said = usual.batch(2), {id(session): "" for session in sessions}
-    for session in sessions:
-        batch.add(session, session.send("And then?"))
-    for session, text in batch:
-        said[id(session)] += text
-    assert said[id(sessions[0])] == "".join(old.send("And then?"))
+    answers = together(usual.batch(2), sessions, ["And then?"] * 2)
+    assert answers[0] == "".join(old.send("And then?"))

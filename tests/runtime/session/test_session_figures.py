@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_chat
-from safetensors import safe_open
 from toy_engine import session_of, tiny
 from transformers import AutoTokenizer
 
@@ -22,9 +20,7 @@ from kvcap.runtime.errors import (
     MemoryCapExceeded,
     ModelFilesBroken,
     PlanInfeasible,
-    SessionFileForeign,
 )
-from kvcap.runtime.session import file as session_file
 
 LONG = "Seven kinds of mosses survive the cold near Porto, and tall grasses attract many bees. " * 4
 
@@ -157,31 +153,6 @@ def test_reprs_are_one_short_line(runtime, torch_runtime):
 
 def test_execution_says_nothing_where_there_is_nothing_to_say(torch_runtime):
     assert torch_runtime.session().stats.execution == ""
-
-
-def changed(file: Path, out: Path, **changes: Any) -> Path:
-    """A session's file that says something else, signed anew."""
-    with safe_open(str(file), framework="pt") as opened:
-        facts = json.loads(opened.metadata()["session"])
-        tensors = {name: [opened.get_tensor(name)] for name in opened.keys()}  # noqa: SIM118
-    session_file.write(out, tensors, {**facts, **changes})
-    return out
-
-
-def test_a_file_of_another_model_is_refused_by_the_model_first(torch_runtime, tmp_path):
-    session = session_of(torch_runtime)
-    list(session.send("Hi."))
-    session.save(tmp_path / "s")
-    other = {"fingerprint": "0", "model": "someone/else"}
-    for changes, says in (
-        (other, "saved by model 'someone/else'"),
-        ({**other, "dtype": "bfloat16"}, "saved by model 'someone/else'.*--dtype bfloat16"),
-        ({"fingerprint": "0", "dtype": "bfloat16"}, "saved with dtype 'bfloat16'"),
-        ({"backend": "onnxruntime", "model": "x (ONNX Runtime)"}, "--backend onnxruntime"),
-        ({"positions": "true"}, "saved with positions 'true'"),
-    ):
-        with pytest.raises(SessionFileForeign, match=says):
-            session.restore(changed(tmp_path / "s", tmp_path / "t", **changes))
 
 
 def test_a_model_without_its_tokenizer_is_named_as_such(tmp_path):

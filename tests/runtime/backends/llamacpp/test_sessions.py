@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from batches import together
 from llama_reference import agree, needs_library, runtime_of, text_ids
 from region_checks import BUDGET, check_regions, check_thoughts_leave
 
@@ -263,16 +264,11 @@ def test_several_conversations_answer_together_as_alone(
     runtime = runtime_of(gguf(architecture), **how)
     runtime.reserve(3)
     sessions = [short(runtime.session(seed=0), 30) for _ in said]
-    batch = runtime.batch(3)
-    for session, text in zip(sessions, said, strict=True):
-        batch.add(session, session.send(text))
-    answers = dict.fromkeys(map(id, sessions), "")
-    for session, text in batch:
-        answers[id(session)] += text
+    answers = together(runtime.batch(3), sessions, said)
     assert len({id(session.cache.context) for session in sessions}) == 1
-    for session, text in zip(sessions, said, strict=True):
+    for session, text, answer in zip(sessions, said, answers, strict=True):
         alone = short(runtime_of(gguf(architecture), **how).session(seed=0), 30)
-        assert answered(alone, text) == answers[id(session)]
+        assert answered(alone, text) == answer
         assert alone.read_ids == session.read_ids
         assert alone.cache.tokens.tolist() == session.cache.tokens.tolist()
 
