@@ -69,8 +69,10 @@ def weigh_regions(
     mine = regions + batch * width
     for i in range(0, tl.load(mine)):
         start, stop = tl.load(mine + 3 * i + 1), tl.load(mine + 3 * i + 2)
-        tier = tl.load(mine + 3 * i + 3).to(tl.float32)
-        score = tl.where((position >= start) & (position < stop), tier * (HIGHEST / 2), score)
+        tier = tl.load(mine + 3 * i + 3)
+        worth = tier.to(tl.float32) * tl.where(tier < 0, HIGHEST / 2, HIGHEST / 4)  # as in `TIERS`
+        worth = tl.where(tier > 2, float("inf"), worth)
+        score = tl.where((position >= start) & (position < stop), worth, score)
     tl.store(out + row * slots + slot, score, held)
 
 

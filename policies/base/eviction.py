@@ -22,8 +22,8 @@ from kvcap.policies.base.policy import Policy
 from kvcap.sinks import sinks_beside, usual_sinks
 
 LOWEST = torch.finfo(torch.float32).min
-TIERS = {-2: LOWEST, -1: LOWEST / 2, 1: -LOWEST / 2, 2: -LOWEST}
-"""Holds the finite scores of a region's slots, by its tier; others are between them."""
+TIERS = {-2: LOWEST, -1: LOWEST / 2, 1: -LOWEST / 4, 2: -LOWEST / 2, 3: float("inf")}
+"""Holds the scores of a region's slots, by its tier; others are between them. 3 is pinned."""
 MOST = 1 << 30  # slots of a head; above any budget
 Score = Callable[[Policy, Observation], Tensor]
 Update = Callable[[Component, Observation], Mapping[str, Tensor]]

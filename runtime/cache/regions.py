@@ -34,8 +34,10 @@ WEIGHTS = {
     "prompt of open thoughts": Weight(2, 1 / 4, newest=True),
 }
 """Holds the weight of each kind of region; other text has none. A table of docs/thoughts.md."""
-MOST_WEIGHED = MOST * sum(weight.tier != 0 for weight in WEIGHTS.values())
-"""Counts the regions that leave earlier or later than other text, at most."""
+PINNED = 3
+"""Holds the tier of tokens that never leave, where a sequence of a batch has pins of its own."""
+MOST_WEIGHED = MOST * (1 + sum(weight.tier != 0 for weight in WEIGHTS.values()))
+"""Counts the regions of a sequence that leave earlier or later than other text, at most."""
 Region = tuple[int, int, int]
 """Holds the tokens [start, stop) of a conversation, and their tier."""
 
@@ -60,14 +62,6 @@ class Regions:
     def facts(self) -> dict[str, list[Span]]:
         """Return all regions by their kinds, as a session's file keeps them."""
         return {kind: list(spans) for kind, spans in self._spans.items() if spans}
-
-    def moved(self, first: int, by: int) -> tuple[Region, ...]:
-        """Return `weighed` for a cache that counts tokens from `first` on higher by `by`."""
-
-        def at(token: int) -> int:
-            return token + by if token > first else token
-
-        return tuple([(at(start), at(stop), tier) for start, stop, tier in self.weighed])
 
     def early(self, tier: int) -> list[Span]:
         """Return the regions of a tier."""
@@ -145,6 +139,19 @@ def within(span: Span, spans: Iterable[Span]) -> bool:
     [True, False]
     """
     return any(start <= span[0] and span[1] <= stop for start, stop in spans)
+
+
+def moved(regions: Iterable[Region], first: int, by: int) -> tuple[Region, ...]:
+    """Return regions where tokens from `first` on are counted higher by `by`.
+
+    >>> moved([(0, 9, 1), (20, 30, -2)], first=4, by=100)
+    ((0, 109, 1), (120, 130, -2))
+    """
+
+    def at(token: int) -> int:
+        return token + by if token > first else token
+
+    return tuple([(at(start), at(stop), tier) for start, stop, tier in regions])
 
 
 def tiers_of(tokens: Sequence[int], regions: Iterable[Region]) -> list[int]:

@@ -90,10 +90,10 @@ class Batch:
     what it is to read. On a CPU all are read in one pass, each over its own cache.
 
     Tokens are read one session after the other where `apart` says so, where a session is alone, and
-    on a GPU for sessions with true positions or with pins later than their first message; while
-    they fill their slots or have pins, also for those whose policy has no kernels for rows of
-    unequal lengths. So between two tokens of an answer lies at most one pass over one prompt: a
-    block, or on a GPU as many whole blocks as go through the model at once.
+    on a GPU for sessions with true positions, and with pins later than their first message that a
+    rescorer asks for, or that first tokens yield to. So between two tokens of an answer lies at
+    most one pass over one prompt: a block, or on a GPU as many whole blocks as go through the model
+    at once.
 
     >>> from kvcap import Runtime
     >>> runtime = Runtime.from_pretrained("pocket", budget_tokens=64)

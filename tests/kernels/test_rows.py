@@ -299,7 +299,7 @@ def test_numbers_of_slots_are_copied_and_put_back():
 
 
 def test_each_sequence_ranks_its_own_regions():
-    regions = [(3, 90, -2), (80, 200, -1), (0, 5, 1), (2, 4, 2)], [], [(0, 1 << 30, 2)]
+    regions = [(3, 90, -2), (80, 200, -1), (0, 5, 1), (2, 4, 2)], [], [(0, 1 << 30, 2), (9, 44, 3)]
     positions = torch.stack([torch.randperm(600)[:530] for _ in range(6)]).view(3, 2, 530)
     scores, positions = randn(3, 530, 2, seed=1).transpose(1, 2), positions.int().to(DEVICE)
     numbers = [[len(its), *(x for one in its for x in one)] for its in regions]

@@ -45,6 +45,7 @@ def sessions_of(policy, pinned=0, kind=None, regions=False):
             session.loop.cache.regions.add(
                 {"system prompt and tools": [system], "thoughts": [thoughts]}
             )
+            session.loop.cache.pin([(last - 1, last + 2)][: last % 2])
     return runtime, found
 
 

@@ -18,6 +18,7 @@ from server_chats import ask, limits, plain, said, serve, serving, text_of, unti
 from tools import PATIENCE
 
 import kvcap
+from kvcap.runtime.backends.pytorch import batch as batches
 from kvcap.runtime.backends.pytorch.batch import SessionRows
 from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.recall.store import PassageStore
@@ -193,12 +194,16 @@ def test_a_restored_conversation_recalls_as_the_server_was_told(
         assert disk.restored == restored
 
 
-@pytest.mark.parametrize(("every", "ahead"), [(1, False), (1, True), (16, False)])
+@pytest.mark.parametrize(
+    ("every", "rows", "ahead"), [(1, True, False), (1, True, True), (16, False, False)]
+)
 def test_an_answer_with_recalled_text_beside_others_is_as_alone(
-    tmp_path: Path, every: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, every: int, rows: bool, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for its end: others are read in rows of one cache meanwhile, it is not."""
+    """Nobody waits for its end: all are read in one pass, on a GPU in rows of one cache."""
     init = SessionRows.__init__
+    monkeypatch.setattr(batches, "passes_on", lambda _: not rows)
+    monkeypatch.setattr(batches, "reads_rows", lambda _: rows)
 
     def made(self: SessionRows, *args: Any) -> None:
         init(self, *args)

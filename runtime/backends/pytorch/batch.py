@@ -30,7 +30,7 @@ from kvcap.runtime.backends.pytorch.shared_pass import (
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.pinned_slots import merged
 from kvcap.runtime.cache.pool import Segment
-from kvcap.runtime.cache.regions import Region
+from kvcap.runtime.cache.regions import MOST, PINNED, Region, moved
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.models.wrappers import text_config
@@ -38,6 +38,7 @@ from kvcap.runtime.planning.dry_run import rehearse_block
 from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.planning.serving import Shared
 from kvcap.runtime.session.batch import Answer
+from kvcap.runtime.types import Span
 
 
 @dataclass
@@ -62,8 +63,10 @@ class Lease:
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """Return what leaves before or after other text, where the rows' counter has it."""
-        return self.cache.regions.moved(self.first, self.ahead)
+        """Return what leaves before or after other text, or never, where the rows have it."""
+        spans = self.cache.pinned_spans
+        pins = [(start, stop, PINNED) for start, stop in spans if stop > self.first]
+        return moved([*self.cache.regions.weighed, *pins], self.first, self.ahead)
 
 
 class SessionRows:
@@ -78,8 +81,8 @@ class SessionRows:
         self.cache, self.size = cache, size
         self.loop = BlockLoop(model, cache, several=False)
         cache.by_sequence()
-        pins = (layer.policy.pins(s) for layer in cache.capped_layers for s in layer.segments)
-        self.sinks = max(sinks for sinks, _ in pins)
+        self._pins = pins_of(cache)
+        self.sinks = max(sinks for sinks, _ in self._pins)
         self._named = {
             name: buffer.unflatten(0, (size, -1))
             for name, buffer in cache.allocation.buffers.items()
@@ -107,9 +110,13 @@ class SessionRows:
         if loop.read_short or not cache.compact_positions or cache.eviction != self.cache.eviction:
             return False
         # A pinned first token that is read later would get a position of the shared counter.
-        first = self._first_pinned(cache)
-        if first is None or cache.seen < max(1, first):
+        first, later = self._pinned(cache)
+        if cache.seen < max(1, first):
             return False
+        if later and (self.cache.eviction.rescorer is not None or len(later) > MOST):
+            return False  # a rescorer asks for pins, which rows know as scores
+        if later and pins_of(cache) != self._pins:
+            return False  # first tokens yielded to them
         return all(s.held <= s.target_length for x in cache.capped_layers for s in x.segments)
 
     def join(self, answer: Answer) -> None:
@@ -122,7 +129,7 @@ class SessionRows:
         with interrupts_deferred():
             if not self._leases or own.seen > self.cache.seen:
                 self._count_from(max(own.seen, self.cache.seen))
-            lease = Lease(own, self._first_pinned(own) or 0)
+            lease = Lease(own, self._pinned(own)[0])
             self._copy(row, own, into_row=True)
             self._move(row, lease, self.cache.seen - own.seen)
             self._leases[row] = lease
@@ -228,12 +235,11 @@ class SessionRows:
         """Yield a row's segments in all layers, one after the other."""
         return (s for layer in self.cache.capped_layers for s in layer.segments if s.row == row)
 
-    def _first_pinned(self, own: BudgetCache) -> int | None:
-        """Return how many first tokens of a session are pinned; None: others are pinned, too."""
+    def _pinned(self, own: BudgetCache) -> tuple[int, list[Span]]:
+        """Return how many first tokens of a session are pinned, and the spans pinned later."""
         spans = merged([(0, self.sinks), *own.pinned_spans])
-        if not spans:
-            return 0
-        return spans[0][1] if len(spans) == 1 and spans[0][0] == 0 else None
+        first = next((stop for start, stop in spans if not start), 0)
+        return first, [span for span in spans if span[0]]
 
     def _place(self, row: int, lease: Lease) -> None:
         """Give a row's segments the sizes, the slots in use and the pins of its session's."""
@@ -267,6 +273,12 @@ class SessionRows:
         for row, lease in self._leases.items():
             self._move(row, lease, later)
         self.cache.counters = [(seen, held) for _, held in self.cache.counters]
+
+
+def pins_of(cache: BudgetCache) -> list[tuple[int, int]]:
+    """Return how many first and newest tokens of the first sequence stay, segment by segment."""
+    every = ((layer.policy, s) for layer in cache.capped_layers for s in layer.segments)
+    return [policy.pins(segment) for policy, segment in every if segment.row == 0]
 
 
 def shared_rows(runtime: Any, size: int) -> tuple[SessionRows | SharedPass | None, str | None]:

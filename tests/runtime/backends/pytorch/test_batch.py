@@ -505,12 +505,24 @@ def test_pinned_first_messages_stay_in_a_row(policy: str, passes: list[list[int]
     assert all(set(range(*span)) <= set(head) for head in kept(sessions[0]))
 
 
-def test_messages_pinned_later_are_read_by_their_own_session() -> None:
-    runtime = runtime_of(budget=96)
-    alone, sessions = pair(runtime, SAID)
+@pytest.mark.parametrize(
+    ("policy", "budget", "together"),
+    [("keydiff", 96, 3), ("criticalkv", 96, 2), ("keydiff", 12, 2)],
+)
+def test_messages_pinned_later_stay_in_a_row(
+    policy: str, budget: int, together: int, passes: list[list[int]]
+) -> None:
+    """But where a rescorer asks for them, or first tokens yield: there its own cache holds them."""
+    runtime = runtime_of(policy, budget=budget)
+    alone, sessions = pair(runtime, SAID, 16, eos_token_id=NEVER)
     for group in (alone, sessions):
+        group[0].set_generation(max_new_tokens=2)
         "".join(group[0].send("The word is plum.", pin=True))
+        group[0].set_generation(max_new_tokens=16)
+    spans = sessions[0].cache.pinned_spans
     as_alone(runtime.batch(3), alone, sessions)
+    assert [*map(len, passes)].count(together) >= 12
+    assert all(set(range(*span)) <= set(head) for head in kept(sessions[0]) for span in spans)
 
 
 LEAVE = """
