@@ -110,16 +110,11 @@ def scorer_command(
         check=checked_folder,
         panel="Output",
     ),
-    ort: bool = option(False, "Write the graph in ONNX Runtime's own format, too.", panel="Output"),
-    mobile_report: bool = option(
-        False, "Say which of its operations mobile execution providers take.", panel="Output"
-    ),
     force: bool = FORCE,
     quick: bool = QUICK,
     json: bool = JSON,
 ) -> None:
     """Export a policy's graph with a manifest, check it in ONNX Runtime, or leave no file."""
-    from kvcap.export.graphs import mobile
     from kvcap.export.graphs.spec import Spec
     from kvcap.export.graphs.write import write
     from kvcap.policies import load_policy
@@ -146,10 +141,6 @@ def scorer_command(
     file, report = write(spec, out, quick, force)
     summary: dict[str, Any] = {"graph": str(file), "bytes": file.stat().st_size, **report.as_dict()}
     summary["notes"] = spec.notes()
-    if ort:
-        summary["ort"] = str(mobile.to_ort(file))
-    if mobile_report:
-        summary["mobile"] = mobile.report(file)
     if json:
         print(jsonlib.dumps(summary))
         return
@@ -157,9 +148,6 @@ def scorer_command(
     print(f"{file}  {file.stat().st_size:,} bytes, manifest and samples beside it")
     for note in summary["notes"]:
         print(f"note: {note}")
-    for name in ("ort", "mobile"):
-        if name in summary:
-            print(summary[name])
 
 
 @export.adds("decoder")

@@ -268,13 +268,9 @@ def _covers_options(policy: KeyDiff) -> bool:
 
 def _kind(obs: Observation) -> str | None:
     """Return the epilogue that computes `obs.weight`, None if there is none."""
-    return _mode(obs.saliency)
-
-
-def _mode(saliency: Any) -> str | None:
-    if saliency is None:
+    if obs.saliency is None:
         return "attention"
-    return saliency.mode if type(saliency) is OBCache else None
+    return obs.saliency.mode if type(obs.saliency) is OBCache else None
 
 
 def _dropkv(policy: Policy, obs: Observation) -> Tensor:
@@ -282,7 +278,7 @@ def _dropkv(policy: Policy, obs: Observation) -> Tensor:
     cost = window.scores(
         obs, "dropkv", policy.group, epsilon=policy.epsilon, rounded=policy.bf16_ratio
     )
-    return _pooled(cost, obs, policy)
+    return _pooled(cost, obs, policy, policy.pool)
 
 
 def _andpro(policy: Policy, obs: Observation) -> Tensor:
@@ -296,25 +292,23 @@ def _snapkv(policy: Policy, obs: Observation) -> Tensor:
     assert kind is not None
     if policy.kernel == 1 or (policy.pool == "avg" and policy.group != "max"):
         # The mean over heads and pooling commute; the mean comes first, so that less is pooled.
-        return _pooled(window.scores(obs, kind, policy.group), obs, policy)
-    return over_group(_pooled(window.scores(obs, kind, None), obs, policy), policy.group)
+        return _pooled(window.scores(obs, kind, policy.group), obs, policy, policy.pool)
+    scores = _pooled(window.scores(obs, kind, None), obs, policy, policy.pool)
+    return over_group(scores, policy.group)
 
 
-def _pooled(scores: Tensor, obs: Observation, policy: DropKV | SnapKV) -> Tensor:
+def _pooled(scores: Tensor, obs: Observation, policy: Cake | DropKV | SnapKV, by: str) -> Tensor:
     """Return `pool_in_time` of scores, by its kernels if they cover the shapes."""
     covered = pool.covers(scores, obs.positions, policy.kernel)
     pooling = pool.pool_in_time if covered else pool_in_time
-    return pooling(scores, obs.positions, policy.kernel, policy.pool, obs.num_tokens, policy.window)
+    return pooling(scores, obs.positions, policy.kernel, by, obs.num_tokens, policy.window)
 
 
 def _cake(policy: Policy, obs: Observation) -> Tensor:
     assert isinstance(policy, Cake)
     group: Group | None = None if policy.group == "max" else policy.group
     scores = window.scores(obs, "cake", group, epsilon=policy.gamma)
-    covered = pool.covers(scores, obs.positions, policy.kernel)
-    pooling = pool.pool_in_time if covered else pool_in_time
-    options = policy.kernel, "avg", obs.num_tokens, policy.window
-    scores = pooling(scores, obs.positions, *options)
+    scores = _pooled(scores, obs, policy, "avg")
     return over_group(scores, policy.group) if group is None else scores
 
 

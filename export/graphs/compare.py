@@ -39,14 +39,13 @@ class Difference(NamedTuple):
     ok: bool
 
 
-def compared(graph: StageGraph, feeds: Tensors, outputs: Tensors, rtol: float = RTOL) -> Difference:
+def compared(graph: StageGraph, feeds: Tensors, outputs: Tensors) -> Difference:
     """Compare the outputs of a graph with eager's for the same inputs.
 
     Args:
         graph: the module that was exported.
         feeds: the inputs, by name.
         outputs: the outputs of the exported graph, by name.
-        rtol: error that the arithmetic may have, relative to the largest value.
 
     Raises:
         ShapeError: an output has another shape, or a kept slot is not whole.
@@ -56,9 +55,9 @@ def compared(graph: StageGraph, feeds: Tensors, outputs: Tensors, rtol: float = 
     differences = [(0.0, 0.0)]
     for name, value, expected, precise in _pairs(graph, outputs, ref):
         _same_shape(name, value, expected)
-        differences.append(difference(ref.without_ties(name, value), expected, precise, rtol))
+        differences.append(difference(ref.without_ties(name, value), expected, precise))
     error, allowed = max(differences, key=lambda pair: pair[0] / pair[1] if pair[1] else 0.0)
-    overlap, reachable, misses = _selection(graph, feeds, outputs, ref, rtol)
+    overlap, reachable, misses = _selection(graph, feeds, outputs, ref)
     same = misses == 0 and overlap >= OVERLAP * reachable
     ok = finite and error <= allowed and (same or overlap == 1)
     return Difference(error, allowed, overlap, misses, finite, ok)
@@ -104,11 +103,11 @@ class Reference(NamedTuple):
         difference = value.double() - self.exact[name]
         return value - difference.clamp(self.below[name], self.above[name])
 
-    def range(self, name: str, rtol: float = RTOL) -> tuple[Tensor, Tensor, float]:
+    def range(self, name: str) -> tuple[Tensor, Tensor, float]:
         """Return the least and the most that ties let an output be, and the error beside that."""
         eager, exact = self.eager[name], self.exact[name]
         low, high = (eager + x.get(name, 0) for x in (self.below, self.above))
-        return low, high, difference(eager, eager, exact, rtol)[1]
+        return low, high, difference(eager, eager, exact)[1]
 
 
 def _rank(numbers: Tensor, near: float) -> Tensor:
@@ -137,7 +136,7 @@ def _pairs(
 
 
 def _selection(
-    graph: StageGraph, feeds: Tensors, outputs: Tensors, ref: Reference, rtol: float
+    graph: StageGraph, feeds: Tensors, outputs: Tensors, ref: Reference
 ) -> tuple[float, float, int]:
     """Compare kept slots; score graphs are compared by the better half of their slots.
 
@@ -148,7 +147,7 @@ def _selection(
     if isinstance(graph, Evict):
         name, index = "worth", outputs["kept_slot"].long()
         slots = ref.eager[name].shape[-1]
-        _moved(graph, feeds, outputs, index, min(slots, graph.form.shape.budget), rtol)
+        _moved(graph, feeds, outputs, index, min(slots, graph.form.shape.budget))
     elif "scores" in ref.eager:
         name = "scores"
         half = max(1, outputs[name].shape[-1] // 2)
@@ -161,7 +160,7 @@ def _selection(
     return (
         _overlap(index, exact, best),
         _overlap(own, exact, best),
-        _misses(index, name, ref, rtol),
+        _misses(index, name, ref),
     )
 
 
@@ -202,7 +201,9 @@ def truth(
         return reference(graph, doubled, rank)
 
 
-def difference(value: Tensor, eager: Tensor, truth: Tensor, rtol: float) -> tuple[float, float]:
+def difference(
+    value: Tensor, eager: Tensor, truth: Tensor, rtol: float = RTOL
+) -> tuple[float, float]:
     """Return the largest difference from eager and the allowed one, without marks and pins."""
     value, eager, truth = value.double(), eager.double(), truth.double()
     plain = (truth.abs() < HUGE) & (eager.abs() < HUGE)
@@ -215,9 +216,9 @@ def difference(value: Tensor, eager: Tensor, truth: Tensor, rtol: float) -> tupl
     return float((value - eager)[plain].abs().amax()), rtol * scale + OWN * own + 1e-12
 
 
-def _misses(index: Tensor, name: str, ref: Reference, rtol: float) -> int:
+def _misses(index: Tensor, name: str, ref: Reference) -> int:
     """Count slots that are kept or evicted although their worth says otherwise, ties apart."""
-    low, high, near = ref.range(name, rtol)
+    low, high, near = ref.range(name)
     stays = torch.zeros_like(low, dtype=torch.bool).scatter(-1, index, True)
     if int(stays.sum()) != index.numel():
         return index.numel()  # a slot kept twice
@@ -239,11 +240,8 @@ def _moved(
     outputs: Tensors,
     index: Tensor,
     count: int,
-    rtol: float,
 ) -> None:
     """Check that keys, values, positions and state moved with their slots.
-
-    They must be equal to the bit, or in float16 if `rtol` is that of float16.
 
     Raises:
         ShapeError: not `count` slots are kept, or something did not move with its slot.
@@ -256,10 +254,7 @@ def _moved(
         whole, kept = feeds[name], outputs[f"kept_{name}"]
         at = index.view(*index.shape, *(1,) * (whole.dim() - 3))
         at = at.expand(*index.shape, *whole.shape[3:])
-        moved = whole.gather(2, at)
-        if whole.dtype == torch.float32 and rtol > RTOL:
-            moved, kept = moved.half(), kept.half()
-        if not torch.equal(moved, kept):
+        if not torch.equal(whole.gather(2, at), kept):
             raise ShapeError(f"kept_{name} is not {name} of the slots that kept_slot names")
 
 

@@ -66,7 +66,7 @@ def settings_of(spec: Spec, graph: StageGraph) -> dict[str, Any]:
     }
 
 
-def read(graph: Path, expected: str = SCHEMA) -> dict[str, Any]:
+def read(graph: Path) -> dict[str, Any]:
     """Read the manifest of a graph, and check that graph and samples are the files it was made for.
 
     Raises:
@@ -82,10 +82,8 @@ def read(graph: Path, expected: str = SCHEMA) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ManifestError(f"manifest {path.name} cannot be read: {error}") from error
     schema = manifest.get("schema") if isinstance(manifest, dict) else None
-    if schema != expected:
-        raise ManifestError(
-            f"{path.name} has schema {str(schema)[:40]!r}, expected is {expected!r}"
-        )
+    if schema != SCHEMA:
+        raise ManifestError(f"{path.name} has schema {str(schema)[:40]!r}, expected is {SCHEMA!r}")
     check(manifest, path.name)
     for part in ("graph", "samples"):
         _unchanged(graph.parent, manifest[part], path.name)

@@ -615,22 +615,6 @@ def test_exit_codes(copied, capsys, tmp_path):
     assert "differs by" in captured.err
 
 
-def test_ort_format_and_the_mobile_report(tmp_path, capsys):
-    assert (
-        run(
-            [
-                *argv("export scorer keydiff"),
-                *SMALL,
-                *argv("-o {} --ort --quick --mobile-report --json", tmp_path),
-            ]
-        )
-        == 0
-    )
-    printed = json.loads(capsys.readouterr().out)
-    assert Path(printed["ort"]).read_bytes()[4:8] == b"ORTM"
-    assert "CoreML" in printed["mobile"]
-
-
 def test_a_missing_extra_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(ExtraMissing, match=r"pip install '\.\[onnx\]'"):
