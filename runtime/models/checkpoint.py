@@ -125,7 +125,7 @@ NEEDLESS = {
 
 def add_biases(where: str, config: Any) -> None:
     """Have a config give layers the biases that a GGUF file has for all of them."""
-    tensors = header(where).tensors
+    tensors = {tensor.name for tensor in header(where).tensors}
     for setting, parts in BIASES.items():
         if hasattr(config, setting):
             setattr(config, setting, all(f"blk.0.{part}.bias" in tensors for part in parts))
@@ -138,10 +138,10 @@ def unused_tensors(where: str, config: Any) -> list[str]:
     architecture, own = gguf.value("general.architecture"), model.state_dict()
     steps = _conversions(architecture, config)
     if steps:
-        targets = {name: _converted(name, steps) for name in gguf.tensors}
+        targets = {x.name: _converted(x.name, steps) for x in gguf.tensors}
     else:
         own = names_in_file(architecture, config.num_hidden_layers, own)
-        targets = {name: name for name in gguf.tensors}
+        targets = {x.name: x.name for x in gguf.tensors}
     left = (
         name
         for name, target in targets.items()

@@ -145,7 +145,7 @@ def _config_in_gguf(where: str) -> Any:
             "from GGUF; give the repository or directory that it was made from, with safetensors"
         ) from error
     if (tokens := header(where).fields.get(TOKENS)) is not None:
-        fields.setdefault("vocab_size", len(tokens.values))
+        fields.setdefault("vocab_size", len(tokens.data))
     try:
         config = _checked(where, fields)
     except UnsupportedModel:

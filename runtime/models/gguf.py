@@ -1,27 +1,25 @@
 """Reads a GGUF file of llama.cpp: its fields, and where each of its tensors lies.
 
-The file is mapped and its header read once, as long as the file stays as it is: a vocabulary's
-strings are found and not decoded before somebody asks for them. Transformers, which makes a config,
-a tokenizer and a model of a file, is given this reader in the place of the package `gguf`'s, whose
-parse of 262,144 strings takes ten seconds. Knows no model.
+The file is mapped and its header read once, as long as the file stays as it is, by the package
+`gguf`. Its parse of 262,144 strings takes ten seconds, so here strings are found, and not decoded
+before somebody asks for them. Transformers, which makes a config, a tokenizer and a model of a
+file, is given this reader in the place of the package's. Knows no model.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
-import mmap
 import re
 import struct
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, lru_cache
-from itertools import pairwise
-from math import prod
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvcap.runtime.errors import (
     ExtraMissing,
@@ -32,37 +30,9 @@ from kvcap.runtime.errors import (
 )
 from kvcap.runtime.units import format_bytes
 
-if TYPE_CHECKING:  # imported where a file is read, as commands that read none import this
-    import numpy.typing as npt
-
 MAGIC = b"GGUF"
 NEEDED = ("gguf", "accelerate")  # by transformers, to load one
-VERSIONS = (2, 3)
-NUMBERS = {
-    0: "<u1",
-    1: "<i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    7: "?",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
-"""Holds the types of a field's numbers, by their number in a file."""
-STRING, ARRAY, COUNT = 8, 9, 4
-PLAIN = {
-    "F32": "<f4",
-    "F16": "<f2",
-    "F64": "<f8",
-    "I8": "<i1",
-    "I16": "<i2",
-    "I32": "<i4",
-    "I64": "<i8",
-}
-"""Holds the types of tensors that NumPy has; others are bytes."""
+STRING, ARRAY = 8, 9  # types of fields
 LONG = 1024  # values; a longer list belongs to a vocabulary
 TOKENS = "tokenizer.ggml.tokens"
 
@@ -99,209 +69,91 @@ def source(where: str) -> tuple[str, dict[str, Any]]:
     return str(path.parent), {"gguf_file": path.name}
 
 
-class Field:
-    """A value of a header: `data` says which of its `parts` it consists of, as the package has it.
+class Elements(Sequence[Any]):
+    """The values of a list, each made a part only when it is read, as a vocabulary has many."""
 
-    Args:
-        name: its key.
-        types: the number of its type; of a list `ARRAY` and its values' type.
-        values: its numbers, or the bytes of its strings.
-    """
-
-    def __init__(self, name: str, types: list[int], values: Any) -> None:
-        self.name, self.types, self.values = name, types, values  # an array, or `_Strings`
-
-    @cached_property
-    def parts(self) -> list[Any]:
-        """Return a string's bytes each, or an array of one number."""
-        if self._numeric:
-            return [self.values[i : i + 1] for i in self.data]
-        return list(self.values)
-
-    @property
-    def data(self) -> range:
-        """Return which parts are the value."""
-        return range(len(self.values))
-
-    @property
-    def _numeric(self) -> bool:
-        return self.types[-1] != STRING
-
-    def contents(self) -> Any:
-        """Return the value as Python has it."""
-        contents = self.values.tolist() if self._numeric else [str(x, "utf-8") for x in self.values]
-        return contents if self.types[0] == ARRAY else contents[0]
-
-
-class _Strings:
-    """Strings of a mapped file, each behind its length."""
-
-    def __init__(self, data: mmap.mmap, starts: array[int], end: int) -> None:
-        self.data, self.starts, self.end = data, starts, end
+    def __init__(self, part: Callable[[int], Any], count: int) -> None:
+        self.part, self.length = part, count
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return self.length
 
-    def __iter__(self) -> Iterator[bytes]:
-        for start, after in pairwise((*self.starts, self.end + 8)):
-            yield self.data[start : after - 8]
-
-
-class GgufTensor(NamedTuple):
-    """A tensor of a file, with the names that the package has for its parts."""
-
-    name: str
-    tensor_type: Any  # of the package's GGMLQuantizationType
-    shape: tuple[int, ...]  # the other way round than PyTorch's
-    n_elements: int
-    n_bytes: int
-    data_offset: int
-    data: npt.NDArray[Any]  # mapped; rows of bytes, where the type packs numbers
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        return self.part(index)
 
 
-class Header:
-    """The fields and tensors of a file, by their names.
+@cache
+def header_class() -> Any:
+    """Return the package's reader, in which a list takes no time for each of its values.
 
-    Raises:
-        ValueError, struct.error: it is damaged.
-        UnsupportedModel: its numbers are big-endian.
+    Its objects have a header's `fields` by name, and `tensors`.
     """
+    package: Any = importlib.import_module("gguf")
 
-    def __init__(self, path: str) -> None:
-        import numpy as np
+    class Header(package.GGUFReader):  # type: ignore[misc]
+        """A reader of a file's header, which maps the rest."""
 
-        with open(path, "rb") as file:
-            self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.offset = len(MAGIC)
-        (version,) = self._unpack("<I")
-        if version & 0xFFFF == 0:
-            raise UnsupportedModel(
-                f"{path!r} is a big-endian GGUF file; get the file for other machines, or convert "
-                "it by llama.cpp's gguf_convert_endian.py"
-            )
-        if version not in VERSIONS:
-            raise ValueError(f"version {version} is not known")
-        tensors, fields = self._unpack("<QQ")
-        self.fields: dict[str, Field] = {}
-        for name, value in (("version", version), ("tensor_count", tensors), ("kv_count", fields)):
-            self._add(
-                Field(f"GGUF.{name}", [COUNT if name == "version" else 10], np.array([value]))
-            )
-        for _ in range(fields):
-            name = self._string()
-            (kind,) = self._unpack("<I")
-            self._add(self._field(name, kind))
-        entries = [self._entry() for _ in range(tensors)]
-        alignment = self.value("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise ValueError(f"it is aligned to {alignment!r}")
-        start = self.offset + -self.offset % alignment
-        self.tensors = {entry[0]: self._tensor(start, *entry) for entry in entries}
-        if len(self.tensors) < tensors:
-            raise ValueError("two of its tensors have the same name")
+        _values: Elements | None = None  # of the list that is to be added
 
-    def value(self, name: str, default: Any = None) -> Any:
-        """Return a field's value; `default` where there is none."""
-        return self.fields[name].contents() if name in self.fields else default
+        def value(self, name: str, default: Any = None) -> Any:
+            """Return a field's value; `default` where there is none."""
+            return self.fields[name].contents() if name in self.fields else default
 
-    def _unpack(self, layout: str) -> tuple[Any, ...]:
-        numbers = struct.unpack_from(layout, self.data, self.offset)
-        self.offset += struct.calcsize(layout)
-        return numbers
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if self.byte_order == "S":
+                raise UnsupportedModel(
+                    "is a big-endian GGUF file; get the file for other machines, or convert it "
+                    "by llama.cpp's gguf_convert_endian.py"
+                )
+            if raw_type != ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            kind, count = struct.unpack_from("<IQ", self.data, orig_offs)
+            start = orig_offs + struct.calcsize("<IQ")
+            types = [package.GGUFValueType(x) for x in (ARRAY, kind)]
+            if kind == STRING:
+                end = self._add_strings(start, count)
+            else:
+                values = self._get(start, self.gguf_scalar_to_np[types[1]], count)
+                self._values = Elements(lambda i: values[i : i + 1], count)
+                end = start + count * values.itemsize
+            if end > len(self.data):
+                raise ValueError("it ends within its header")
+            return end - orig_offs, [], [], types
 
-    def _string(self) -> str:
-        (length,) = self._unpack("<Q")
-        return str(self._take(length), "utf-8")
+        def _add_strings(self, start: int, count: int) -> int:
+            length, starts = struct.Struct("<Q").unpack_from, array("Q", [start])
+            for _ in range(count):
+                start += 8 + length(self.data, start)[0]
+                starts.append(start)
+            self._values = Elements(lambda i: self.data[starts[i] + 8 : starts[i + 1]], count)
+            return start
 
-    def _take(self, count: int) -> bytes:
-        if count > len(self.data) - self.offset:
-            raise ValueError("it ends within its header")
-        self.offset += count
-        return self.data[self.offset - count : self.offset]
+        def _push_field(self, field: Any, skip_sum: bool = False) -> int:
+            if (values := self._values) is not None:
+                field, self._values = field._replace(parts=values, data=range(len(values))), None
+            added: int = super()._push_field(field, skip_sum)
+            return added
 
-    def _add(self, field: Field) -> None:
-        if field.name in self.fields:
-            raise ValueError(f"it has {field.name} twice")
-        self.fields[field.name] = field
-
-    def _field(self, name: str, kind: int) -> Field:
-        import numpy as np
-
-        types, count = [kind], 1
-        if kind == ARRAY:
-            kind, count = self._unpack("<IQ")
-            types = [ARRAY, kind]
-        if kind == STRING:
-            return Field(name, types, self._strings(count))
-        if kind not in NUMBERS:
-            raise ValueError(f"{name} is of an unknown type, {kind}")
-        numbers = np.dtype(NUMBERS[kind])
-        values = np.frombuffer(self._take(count * numbers.itemsize), numbers)
-        return Field(name, types, values)
-
-    def _strings(self, count: int) -> _Strings:
-        length, offset, starts = struct.Struct("<Q").unpack_from, self.offset, array("Q")
-        for _ in range(count):
-            starts.append(offset + 8)
-            offset += 8 + length(self.data, offset)[0]
-        if offset > len(self.data):
-            raise ValueError("it ends within its header")
-        self.offset = offset
-        return _Strings(self.data, starts, offset)
-
-    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._string()
-        (dimensions,) = self._unpack("<I")
-        return name, self._unpack(f"<{dimensions}Q"), *self._unpack("<IQ")
-
-    def _tensor(
-        self, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int
-    ) -> GgufTensor:
-        import numpy as np
-
-        constants: Any = importlib.import_module("gguf.constants")
-        quantisation = constants.GGMLQuantizationType(kind)
-        numbers, nbytes = constants.GGML_QUANT_SIZES[quantisation]
-        count, position, rows = prod(shape), start + offset, tuple(reversed(shape))
-        size = count // numbers * nbytes
-        if (rows and rows[-1] % numbers) or position + size > len(self.data):
-            raise ValueError(f"it ends before {name} does")
-        if quantisation.name in PLAIN:
-            view = np.frombuffer(self.data, PLAIN[quantisation.name], count, position).reshape(rows)
-        else:
-            rows = (*rows[:-1], rows[-1] // numbers * nbytes)
-            view = np.frombuffer(self.data, "u1", size, position).reshape(rows)
-        return GgufTensor(name, quantisation, shape, count, size, position, view)
+    return Header
 
 
-class Reader:
-    """The face that transformers knows of a header.
-
-    Args:
-        header: of a file.
-        vocabulary: with the lists of tokens, which take a second to be gone through.
-    """
-
-    def __init__(self, header: Header, vocabulary: bool) -> None:
-        import numpy as np
-
-        self.tensors = list(header.tensors.values())
-        self.fields = {
-            name: Field(name, field.types, field.values)  # whose parts are not held for longer
-            for name, field in header.fields.items()
-            if vocabulary or len(field.values) <= LONG
-        }
-        size = f"{header.value('general.architecture')}.vocab_size"
-        if not vocabulary and size not in self.fields and TOKENS in header.fields:
-            count = np.array([len(header.fields[TOKENS].values)])
-            self.fields[size] = Field(size, [COUNT], count)
-
-    def get_field(self, name: str) -> Field | None:
-        """Return a field; None where there is none."""
-        return self.fields.get(name)
+def _reader(header: Any, vocabulary: bool) -> Any:
+    """Return the header that transformers reads; without lists of tokens unless it needs them."""
+    if vocabulary:
+        return header
+    reader = copy.copy(header)
+    reader.fields = {name: x for name, x in header.fields.items() if len(x.data) <= LONG}
+    size = f"{header.value('general.architecture')}.vocab_size"
+    if size not in reader.fields and TOKENS in header.fields:
+        count = array("Q", [len(header.fields[TOKENS].data)])
+        field = next(iter(header.fields.values()))  # of any number
+        reader.fields[size] = field._replace(name=size, parts=[count], data=[0])
+    return reader
 
 
-def header(where: str | Path) -> Header:
+def header(where: str | Path) -> Any:
     """Return the header of a file, which is read anew only once the file has changed.
 
     Raises:
@@ -314,8 +166,8 @@ def header(where: str | Path) -> Header:
     state = path.stat()
     try:
         return _header(str(path), state.st_mtime_ns, state.st_size)
-    except UnsupportedModel:
-        raise
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{str(where)!r} {error}") from error
     except (ValueError, LookupError, OverflowError, OSError, struct.error) as error:
         raise ModelFilesBroken(
             f"{str(where)!r} is a damaged GGUF file or was cut short ({first_line(error)}); get it "
@@ -324,8 +176,8 @@ def header(where: str | Path) -> Header:
 
 
 @lru_cache(maxsize=1)
-def _header(path: str, changed: int, nbytes: int) -> Header:
-    return Header(path)
+def _header(path: str, changed: int, nbytes: int) -> Any:
+    return header_class()(path)
 
 
 def loadable() -> bool:
@@ -367,10 +219,10 @@ def read_gguf(where: str) -> GgufFile:
             "GGUF file of a whole language model"
         )
     sizes = Counter[str]()
-    for tensor in file_header.tensors.values():
+    for tensor in file_header.tensors:
         sizes[tensor.tensor_type.name] += tensor.n_bytes
     scaling = file_header.value(f"{architecture}.rope.scaling.type", "none")
-    factors = any(name.startswith(("rope_freqs", "rope_factors")) for name in file_header.tensors)
+    factors = any(x.name.startswith(("rope_freqs", "rope_factors")) for x in file_header.tensors)
     ends = [file_header.value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     end_ids = list(dict.fromkeys(token for token in ends if token is not None))
     numbers, scaled = max(sizes, key=lambda kind: sizes[kind]), factors or scaling != "none"
@@ -393,7 +245,7 @@ def reading(where: str, *, vocabulary: bool = False) -> Iterator[None]:
         return
     _need_packages(where)
     package: Any = importlib.import_module("gguf")
-    package.GGUFReader = lambda path: Reader(header(path), vocabulary)
+    package.GGUFReader = lambda path: _reader(header(path), vocabulary)
     # Its bar is tqdm's own, and would be shown where those of transformers are switched off.
     shown: Any = importlib.import_module("transformers.utils.logging")
     unpacking: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")

@@ -288,13 +288,14 @@ def test_it_is_parsed_once_while_it_stays_as_it_is(file, tmp_path, monkeypatch):
     import gguf
 
     parsed = []
-    begin = gguf_files.Header.__init__
+    header_class = gguf_files.header_class()
+    begin = header_class.__init__
 
     def noted(header, path):
         parsed.append(Path(path).name)
         begin(header, path)
 
-    monkeypatch.setattr(gguf_files.Header, "__init__", noted)
+    monkeypatch.setattr(header_class, "__init__", noted)
     own = gguf.GGUFReader
     copied = tmp_path / "a.gguf"
     shutil.copyfile(file, copied)
@@ -365,13 +366,13 @@ def test_fields_and_tensors_are_those_that_the_package_reads(tmp_path, version):
             for x in (own_field, field)
         )
         assert mine == theirs
-    for own_field, tensor in zip(own.tensors.values(), true.tensors, strict=True):
+    for own_field, tensor in zip(own.tensors, true.tensors, strict=True):
         for name in ("name", "tensor_type", "n_elements", "n_bytes", "data_offset"):
             assert getattr(own_field, name) == getattr(tensor, name)
         assert list(own_field.shape) == list(tensor.shape)
         assert own_field.data.dtype == tensor.data.dtype
         assert (own_field.data == tensor.data).all()
-    assert {x.data_offset % 64 for x in own.tensors.values()} == {0}
+    assert {x.data_offset % 64 for x in own.tensors} == {0}
 
 
 @needs_gguf
@@ -498,7 +499,7 @@ def test_what_is_damaged_or_foreign_is_named(file, tmp_path, capsys):
     write_fields(path)
     data = path.read_bytes().split(b"general.alignment")
     path.write_bytes(b"general.alignment".join((data[0], data[1][:4] + b"\x30" + data[1][5:])))
-    with pytest.raises(ModelFilesBroken, match="aligned to 48"):
+    with pytest.raises(ModelFilesBroken, match="power of two"):
         load_config(str(path))
     for given, says in (
         ({"architecture": "sonnet"}, "'sonnet', which transformers does not read"),
