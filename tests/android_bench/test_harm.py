@@ -324,6 +324,11 @@ def test_documents_of_very_many_parts_are_not_read():
         (lambda p: p.write_bytes(written(result()).decode().encode("utf-16")), "no JSON"),
         (lambda p: p.write_bytes(b'{"schema": "\xe9"}'), "no JSON"),
         (lambda p: p.write_bytes(b"[" * 90_000), "nested too deeply"),
+        (lambda p: p.write_text(""), "cannot be read"),
+        (lambda p: p.write_text("[]"), "has schema None"),
+        (lambda p: p.write_text("{"), "cannot be read"),
+        (lambda p: p.write_text('{"schema": "other/2"}'), "has schema 'other/2'"),
+        (lambda p: p.write_text('{"schema": NaN}'), "NaN is no JSON"),
         (lambda p: p.write_bytes(b'{"schema": ' + b"9" * 5000 + b"}"), "no JSON"),
     ],
 )

@@ -78,13 +78,6 @@ def test_commands_know_it_by_its_name(name: str, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.strip()
 
 
-def test_a_model_without_a_chat_template_is_not_chatted_with(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert cli.run(["generate", "pocket-text", "Hello"]) == 2
-    assert "has no chat template" in capsys.readouterr().err
-
-
 # --- running text --------------------------------------------------------------------------------
 
 

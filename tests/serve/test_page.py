@@ -288,9 +288,7 @@ def test_what_was_recalled_is_marked_and_told_below_the_answer(page, url):
     shown = strip_of(session, "").model_dump()
     page.route("**/strip", lambda route: route.fulfill(json=shown))
     usage = {"completion_tokens": 9, "recalled": tokens, "recalled_passages": 1}
-    answering(page, {"content": "7421."}, usage=usage)
-    opened(page, url)
-    say(page, question)
+    replied(page, url, question, {"content": "7421."}, usage=usage)
     assert page.locator(".assistant .recall-note").inner_text() == note
     page.locator("#strip .recalled").first.wait_for(state="attached")
     marked = page.locator("#strip .recalled").all_text_contents()
@@ -749,6 +747,12 @@ def answering(page: Any, *deltas: dict[str, str], before: Any = None, **more: An
     page.route("**/v1/chat/completions", partial(fulfilled, {"body": body}))
 
 
+def replied(page: Any, url: str, text: str, *deltas: dict[str, str], **more: Any) -> str:
+    """Open the page, send a message, and return its answer, which is of these deltas."""
+    answering(page, *deltas, **more)
+    return say(opened(page, url), text)
+
+
 def test_texts_from_right_to_left(page, url):
     hebrew = "\u05e9\u05dc\u05d5\u05dd"
     answering(page, {"content": f"Hello\n\n{hebrew} `a` b\n\n- {hebrew}\n\n```\n{hebrew}\n```"})
@@ -780,9 +784,7 @@ THOUGHTS = [
 
 @pytest.mark.parametrize("deltas", THOUGHTS)
 def test_what_a_model_thinks_is_folded(page, url, deltas):
-    answering(page, *deltas)
-    opened(page, url)
-    assert say(page, "Is it?") == "Yes."
+    assert replied(page, url, "Is it?", *deltas) == "Yes."
     assert page.get_by_text("So it is.").is_hidden()
     page.get_by_text("Thoughts", exact=True).click()
     assert page.get_by_text("So it is.").is_visible()
@@ -792,9 +794,8 @@ def test_what_a_model_thinks_is_folded(page, url, deltas):
 
 def test_how_fast_an_answer_came_is_shown(page, url):
     page.add_init_script("let seconds = 0; performance.now = () => 1000 * (seconds += 10);")
-    answering(page, {"content": "a"}, {"content": "b"}, usage={"completion_tokens": 1200})
-    opened(page, url)
-    say(page, "Hello!")
+    usage = {"completion_tokens": 1200}
+    replied(page, url, "Hello!", {"content": "a"}, {"content": "b"}, usage=usage)
     assert page.locator(".note").inner_text() == "1,200 tokens, 120 a second"
 
 
@@ -896,9 +897,7 @@ Too wide: $\\rule{9999em}{1em}$."""
 
 
 def test_formulas_are_set(page, url):
-    answering(page, {"content": FORMULAS})
-    opened(page, url)
-    say(page, "Hello!")
+    replied(page, url, "Hello!", {"content": FORMULAS})
     page.locator("math").nth(5).wait_for()
     parts = {"msup": 3, "msub": 1, "mfrac": 1, "munder": 1, "math[display=block]": 2}
     assert {name: page.locator(name).count() for name in parts} == parts
@@ -961,9 +960,7 @@ SMALL = """() => [...document.querySelectorAll('button, summary, select, textare
 
 
 def test_the_end_is_one_click_away(page, url):
-    answering(page, {"content": "a\n\n" * 100})
-    opened(page, url)
-    say(page, "Hello!")
+    replied(page, url, "Hello!", {"content": "a\n\n" * 100})
     to_end = page.get_by_role("button", name="To the end")
     assert to_end.is_hidden()
     page.locator("#log").evaluate("one => { one.scrollTop = 0; }")
@@ -974,9 +971,7 @@ def test_the_end_is_one_click_away(page, url):
 
 def test_code_is_copied(page, url):
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    answering(page, {"content": "So:\n\n```py\nprint(1)\n\nprint(2)\n```\n\nDone."})
-    opened(page, url)
-    say(page, "Hello!")
+    replied(page, url, "Hello!", {"content": "So:\n\n```py\nprint(1)\n\nprint(2)\n```\n\nDone."})
     page.locator(".code-num").first.wait_for()  # its language came from the server
     press(page, "Copy the code")
     page.locator(".code").get_by_text("Copied").wait_for()

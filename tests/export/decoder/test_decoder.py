@@ -16,6 +16,7 @@ from conftest import FAMILIES, in_turn, small_policy, tiny_config, tiny_model
 from exported import BLOCK, BUDGET, beside_the_runtime, decoder
 from make import argv
 from tools import operations  # noqa: F401
+from transformers import AutoConfig
 
 from kvcap import pocket
 from kvcap.cli import run
@@ -447,41 +448,27 @@ def test_an_export_of_something_else_is_not_replaced_unasked(right, tmp_path):
 # --- refused by name
 
 
-@pytest.mark.parametrize(("name", "error", "why"), [
-    *((name, NotExportable, "fixed sizes") for name in sorted(RAGGED)),
-    *((name, NotExportable, "evicted tokens") for name in sorted(CORRECTED)),
-    ("full", NotExportable, "never evicts"),
-])  # fmt: skip
-def test_policies_without_a_graph(name, error, why):
-    config = tiny_config("llama")
-    with pytest.raises(error, match=why):
-        layout_for(config, CacheSettings(BUDGET, BLOCK, small_policy(name, config)))
-
-
-def test_rope_that_changes_with_the_length():
-    config = tiny_config("llama")
+def refused_layouts():
+    """Yield a config, settings, and the error that they end with."""
+    plain = tiny_config("llama")
+    for names, why in ((RAGGED, "fixed sizes"), (CORRECTED, "evicted tokens"), ({"full"}, "never")):
+        for name in sorted(names):
+            policy = small_policy(name, plain)
+            yield pytest.param(plain, {"policy": policy}, NotExportable, why, id=name)
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    setattr(
-        config, "rope_parameters" if hasattr(config, "rope_parameters") else "rope_scaling", scaling
-    )
-    with pytest.raises(NotExportable, match="dynamic"):
-        layout_for(config, CacheSettings(BUDGET, BLOCK, load_policy("keydiff"), "true"))
+    rope = "rope_parameters" if hasattr(plain, "rope_parameters") else "rope_scaling"
+    dynamic = tiny_config("llama", **{rope: scaling})
+    yield dynamic, {"positions": "true"}, NotExportable, "dynamic"
+    yield AutoConfig.for_model("gpt2"), {}, UnsupportedModel, "gpt2"
+    yield plain, {"budget_tokens": 3, "sink_tokens": 4}, PolicyError, "at least 4"
+    yield plain, {"block_size": 0, "sink_tokens": 4}, PlanInfeasible, "block_size=0"
 
 
-@pytest.mark.parametrize(("sizes", "error"), [
-    ({"budget_tokens": 3}, PolicyError), ({"block_size": 0}, PlanInfeasible),
-])  # fmt: skip
-def test_sizes_that_cannot_be(sizes, error):
-    settings = {"budget_tokens": 8, "block_size": 4, "sink_tokens": 4, **sizes}
-    with pytest.raises(error):
-        layout_for(tiny_config("llama"), CacheSettings(policy="keydiff", **settings))
-
-
-def test_a_model_of_another_kind():
-    from transformers import AutoConfig
-
-    with pytest.raises(UnsupportedModel, match="gpt2"):
-        layout_for(AutoConfig.for_model("gpt2"), CacheSettings(8, 4, load_policy("keydiff")))
+@pytest.mark.parametrize(("config", "settings", "error", "why"), [*refused_layouts()])
+def test_what_has_no_graph(config, settings, error, why):
+    sizes = {"budget_tokens": BUDGET, "block_size": BLOCK, "policy": "keydiff"}
+    with pytest.raises(error, match=why):
+        layout_for(config, CacheSettings(**{**sizes, **settings}))
 
 
 @pytest.mark.parametrize(("arguments", "code", "told"), [
@@ -509,19 +496,6 @@ def test_another_model_than_that_of_the_export_is_refused(copied):
         verify_decoder(copied, "pocket")
 
 
-def test_a_broken_folder_is_refused_by_name(copied):
-    (copied / "decoder.onnx.data").unlink()
-    with pytest.raises(ModelFilesBroken, match=r"decoder\.onnx\.data"):
-        verify_decoder(copied)
-
-
-def test_an_altered_file_is_refused(copied):
-    with (copied / "config.json").open("a") as file:
-        file.write(" ")
-    with pytest.raises(ModelFilesBroken, match=r"config\.json"):
-        verify_decoder(copied)
-
-
 @pytest.mark.parametrize(("change", "error"), [
     ({"policy": {"parts": "nothing", "parameters": {}}}, ManifestError),
     ({"dtype": "int3"}, ManifestError),
@@ -546,20 +520,28 @@ def admit(folder: Path, name: str) -> None:
     (folder / MANIFEST).write_text(json.dumps({**said, "files": entries}))
 
 
-def test_other_weights_under_a_manifest_that_admits_to_them(copied):
-    data = bytearray((copied / "decoder.onnx.data").read_bytes())
+def half_its_weights(folder: Path) -> None:
+    """Set half of the weights to zero, under a manifest that admits to them."""
+    data = bytearray((folder / "decoder.onnx.data").read_bytes())
     data[: len(data) // 2] = bytes(len(data) // 2)
-    (copied / "decoder.onnx.data").write_bytes(data)
-    admit(copied, "decoder.onnx.data")
-    with pytest.raises(ToleranceError):
+    (folder / "decoder.onnx.data").write_bytes(data)
+    admit(folder, "decoder.onnx.data")
+
+
+def no_graph(folder: Path) -> None:
+    (folder / "decoder.onnx").write_bytes(b"no graph")
+    admit(folder, "decoder.onnx")
+
+
+@pytest.mark.parametrize(("spoil", "error", "named"), [
+    (lambda x: (x / "decoder.onnx.data").unlink(), ModelFilesBroken, r"decoder\.onnx\.data"),
+    (lambda x: (x / "config.json").write_text(" "), ModelFilesBroken, r"config\.json"),
+    (half_its_weights, ToleranceError, None), (no_graph, GraphBroken, r"decoder\.onnx"),
+])  # fmt: skip
+def test_a_broken_folder_is_refused_by_name(copied, spoil, error, named):
+    spoil(copied)
+    with pytest.raises(error, match=named):
         verify_decoder(copied, quick=True).require()
-
-
-def test_a_file_that_is_no_graph(copied):
-    (copied / "decoder.onnx").write_bytes(b"no graph")
-    admit(copied, "decoder.onnx")
-    with pytest.raises(GraphBroken, match=r"decoder\.onnx"):
-        verify_decoder(copied)
 
 
 def test_a_graph_without_an_input_is_not_this_decoders(copied):

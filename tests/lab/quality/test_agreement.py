@@ -182,46 +182,37 @@ def test_the_command(sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("text", "more", "said"),
+    ("text", "given", "said"),
     [
-        (" \n", [], "the text is empty"),
-        ("A word.", [], "tokens are read at once, and under a budget of 128 slots"),
-        (TEXT, ["--budgets", "64,2000"], "under a budget of 2,000 slots"),
-        (TEXT, ["--lengths", "256"], "an eviction shows only after 256; give a longer text"),
-        (TEXT, ["--lengths", "512,1024"], "give one of --lengths"),
-        (TEXT, ["--policies", "keydif"], "keydiff"),
-        (TEXT, ["--workers", "2"], "--workers"),
+        (" \n", "-f {}", "the text is empty"),
+        ("A word.", "-f {}", "tokens are read at once, and under a budget of 128 slots"),
+        (TEXT, "-f {} --budgets 64,2000", "under a budget of 2,000 slots"),
+        (TEXT, "-f {} --lengths 256", "an eviction shows only after 256; give a longer text"),
+        (TEXT, "-f {} --lengths 512,1024", "give one of --lengths"),
+        (TEXT, "-f {} --policies keydif", "keydiff"),
+        (TEXT, "-f {} --workers 2", "--workers"),
+        (TEXT, "-f {} -m MODEL", "has no tokenizer"),
+        (None, "-f {}", "cannot read"),
+        (None, "", "--agreement -f FILE"),
     ],
 )
 def test_refusals(
-    text: str, more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str | None, given: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "text.txt"
-    file.write_text(text)
-    out = ["--out", str(tmp_path / "out")]
-    given = ["eval", "pocket", "--agreement", "-f", str(file), "--device", "cpu", *out]
-    assert cli.run([*given, "--budgets", "128", *more]) == 2
+    file, model = tmp_path / "text.txt", "pocket"
+    if text is not None:
+        file.write_text(text)
+    if given.endswith("-m MODEL"):
+        model = tiny_chat.save(tmp_path / "model")
+        (tmp_path / "model" / "tokenizer.json").unlink()
+    given = given.removesuffix("-m MODEL")
+    command = argv(f"eval {{}} --agreement --device cpu --out {{}} --budgets 128 {given}",
+                   model, tmp_path / "out", file)  # fmt: skip
+    assert cli.run(command) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_without_a_tokenizer_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    where = tiny_chat.save(tmp_path / "model")
-    (tmp_path / "model" / "tokenizer.json").unlink()
-    file = tmp_path / "text.txt"
-    file.write_text(TEXT)
-    assert cli.run(["eval", where, "--agreement", "-f", str(file)]) == 2
-    assert "has no tokenizer" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("given", [["--agreement"], ["-f", "text.txt"]])
-def test_the_two_options_go_together(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["eval", "pocket", *given]) == 2
+def test_a_file_needs_the_option_that_reads_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["eval", "pocket", "-f", "text.txt"]) == 2
     assert "--agreement -f FILE" in capsys.readouterr().err
-
-
-def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["eval", "pocket", "--agreement", "-f", str(tmp_path / "none")]) == 2
-    assert "cannot read" in capsys.readouterr().err

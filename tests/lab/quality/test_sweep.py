@@ -45,40 +45,10 @@ def sweep(folder: Path) -> Sweep:
     return small_sweep(folder, lengths=(128,), samples=3)
 
 
-@pytest.mark.parametrize("length", [64, 513])
-def test_samples_have_the_length_asked_for_and_one_answer(length: int, tokenizer: Any) -> None:
-    name = "niah_single"
-    samples = make_samples(name, tokenizer, length, 8, seed=3)
-    for sample in samples:
-        assert len(prompt_ids(tokenizer, sample)) == length
-        (value,) = sample.answers
-        assert sample.context.count(value) == 1
-        assert value not in sample.question
-        assert load_task(name).score(sample, f"It is {value}.") == 1
-        assert load_task(name).score(sample, f"It is {value}7.") == 0
-
-
 def test_needles_are_spread_over_the_text(tokenizer: Any) -> None:
     samples = make_samples("niah_single", tokenizer, 1024, 10, seed=0)
     depths = sorted(s.context.index(s.answers[0]) / len(s.context) for s in samples)
     assert all(i / 10 - 0.1 < depth < i / 10 + 0.2 for i, depth in enumerate(depths))
-
-
-def test_samples_depend_on_the_seed_alone(tokenizer: Any) -> None:
-    name = "niah_single"
-    few = make_samples(name, tokenizer, 200, 2, seed=0)
-    assert make_samples(name, tokenizer, 200, 4, seed=0)[:2] == few
-    assert make_samples(name, tokenizer, 200, 2, seed=1) != few
-
-
-def test_a_length_below_the_question_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="too short"):
-        make_samples("niah_single", tokenizer, 10, 1, seed=0)
-
-
-def test_unknown_tasks_name_the_nearest() -> None:
-    with pytest.raises(ValueError, match="did you mean 'niah_single'"):
-        load_task("niah_singel")
 
 
 @pytest.mark.parametrize("length", range(5, 40))
@@ -433,6 +403,8 @@ def test_threads_make_the_samples_that_one_makes(tokenizer: Any) -> None:
     made = [make_samples("niah_single", tokenizer, 120, 7, 3, threads=n) for n in (1, 4)]
     assert made[0] == made[1]
     assert len(made[0]) == 7
+    assert make_samples("niah_single", tokenizer, 120, 2, 3) == made[0][:2]
+    assert make_samples("niah_single", tokenizer, 120, 7, 4) != made[0]
 
 
 def test_every_measured_block_evicts() -> None:
@@ -544,17 +516,6 @@ def test_cells_without_the_newer_fields_are_read(sweep: Sweep, tmp_path: Path) -
     assert len(path.read_text().splitlines()) == 5  # none was measured again
 
 
-def test_the_command_takes_options(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["eval", str(folder), "--policies", "snapkv,full", "--policy-option", "window=4"]
-    command += ["--budgets", "24", "--lengths", "64", "--samples", "1", "--block-size", "16"]
-    command += ["--positions", "true", "--out", str(tmp_path / "out"), "--json"]
-    assert cli.run([*command, "--device", "cpu"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["options"] for row in rows] == [[["window", 4]], []]
-
-
 def test_an_interrupted_sweep_goes_on_where_it_stopped(
     sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -629,8 +590,3 @@ def test_a_broken_line_is_named(sweep: Sweep, tmp_path: Path) -> None:
     (tmp_path / "cells.jsonl").write_text('{"task": "niah_single"}\n')
     with pytest.raises(ValueError, match=r"cells\.jsonl, line 1"):
         run(sweep, tmp_path)
-
-
-def test_a_sample_is_one_message() -> None:
-    sample = Sample("A text.", "A question?", ("1",))
-    assert sample.messages == [{"role": "user", "content": "A text.\n\nA question?"}]

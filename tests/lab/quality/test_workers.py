@@ -6,14 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from make import eventually
 from tools import PATIENCE
 from worker_jobs import Chores
 
@@ -37,13 +36,6 @@ def done(engine: WorkerEngine, words: list[str]) -> tuple[dict[str, Any], list[s
     results = list(spread(engine, words, lambda word: word, notes.append))
     assert sorted(word for word, _ in results) == sorted(words)  # each has one result
     return dict(results), notes
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def is_gone(pid: int) -> bool:
@@ -116,7 +108,7 @@ def test_what_loading_raises_ends_the_work(tmp_path: Path) -> None:
 def test_ending_early_ends_the_workers(chores: Chores) -> None:
     with closing(spread(Processes(chores, 2), ["wait", *WORDS], str, print)) as results:
         assert next(results)[0] == "a"
-    wait_until(lambda: all(map(is_gone, chores.processes())))
+    eventually(lambda: all(map(is_gone, chores.processes())))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
@@ -140,13 +132,13 @@ def test_workers_end_with_the_process_that_started_them(
         start_new_session=True,
     )
     begun = tmp_path / "begun"
-    wait_until(lambda: begun.exists() and len(begun.read_text().splitlines()) == 2)
+    eventually(lambda: begun.exists() and len(begun.read_text().splitlines()) == 2)
     if how is signal.SIGINT:  # as a terminal sends it, to the workers too
         os.killpg(program.pid, how)
     else:
         program.kill()
     said = program.communicate(timeout=PATIENCE)[1]
-    wait_until(lambda: all(map(is_gone, chores.processes())))
+    eventually(lambda: all(map(is_gone, chores.processes())))
     assert said.count("Traceback") == (how is signal.SIGINT), said  # the program's own
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,6 @@ HEADS = {  # by policy and budget: of each of 2 layers, how many of 2 KV heads h
     ("keydiff", 6): [[2] * 6 + [0] * 3, [2] * 6 + [0] * 3],
     ("snapkv", 4): [[0] * 5 + [2] * 4, [0] * 5 + [2] * 4],
 }
-CHROMIUM = os.environ.get("KVCAP_CHROMIUM") or shutil.which("chromium")
 SOON = 1000 * PATIENCE  # milliseconds
 
 
@@ -170,23 +167,11 @@ def test_folders_that_cannot_be_reported(
 # In a browser
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium: scripts/install-browser")
-    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install it")
-    with playwright.sync_playwright() as started:
-        flags = ["--no-sandbox", "--disable-dev-shm-usage"]
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=flags)
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
-def opened(chromium: Any, folder: Path) -> Iterator[Any]:
+def opened(browser: Any, folder: Path) -> Iterator[Any]:
     """The page, narrow, and what it asked for and complained of."""
     assert cli.run(["report", str(folder)]) == 0
-    context = chromium.new_context(viewport={"width": 360, "height": 740})
+    context = browser.new_context(viewport={"width": 360, "height": 740})
     page = context.new_page()
     page.set_default_timeout(SOON)
     page.requested, page.complaints = [], []
