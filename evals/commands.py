@@ -107,8 +107,8 @@ def tune_command(
             "policies are measured in PyTorch or by llama.cpp, and this would run in ONNX Runtime; "
             "give --backend torch, and instead of an export the model that it was made from"
         )
-    budget = options.Budget(**vars(cap))
-    running = options.Running(device=device, threads=threads)
+    budget, running = options.Budget(**vars(cap)), options.Running(device=device, threads=threads)
+    run = options.Run(model, backend, budget, running, options.Output(quiet=True))
     request = TuningRequest(
         model,
         text,
@@ -124,8 +124,7 @@ def tune_command(
     )
 
     def load_with(policy: str) -> Engine:
-        own = replace(budget, policy=policy)
-        return load(model, backend, own, running, options.Output(quiet=True))
+        return load(replace(run, budget=replace(run.budget, policy=policy)))
 
     with progress_bar("{task.fields[doing]}") as progress:
         meter = progress.add_task("tune", total=60 * minutes, doing="")
@@ -201,7 +200,7 @@ def demo_command(
     if by_llamacpp := backend.by_llamacpp(model):
         budget = options.Budget(policy=policy, **vars(cap))
         running = options.Running(device=device, threads=threads)
-        runtime = load(model, backend, budget, running, options.Output(quiet=True))
+        runtime = load(options.Run(model, backend, budget, running, options.Output(quiet=True)))
     else:
         quiet_libraries()
         use_threads(threads)

@@ -9,21 +9,24 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcap.runtime.cli.commands import load_for_chat, planned_serving
 from kvcap.runtime.cli.console import say
-from kvcap.runtime.cli.options import Backend, Budget, Output, Running
+from kvcap.runtime.cli.options import Run
 from kvcap.runtime.memory.cap_guard import CapGuard, check_enforce, limit_data
 from kvcap.runtime.memory.free_memory import process_bytes
 from kvcap.runtime.planning.plan import RUNNING, parse_cap
-from kvcap.runtime.planning.serving import ServingPlan
+from kvcap.runtime.planning.serving import ServerSizes, ServingPlan
 from kvcap.runtime.recall.settings import DEFAULT, RecallSettings
 from kvcap.runtime.session.template_forms import without_default
 from kvcap.runtime.units import parse_bytes
 from kvcap.serve.saved import SavedConversations
 from kvcap.serve.scheduler import Limits, Scheduler
 from kvcap.serve.threads import by_a_thread
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 SWITCH_S = 0.0005  # seconds after which a busy thread lets others run; 5 ms by default
 DISK = "4GiB"  # the most that saved conversations take, by default
@@ -38,40 +41,27 @@ class Opened:
 
 
 def open_conversations(
-    model: str,
-    backend: Backend,
-    budget: Budget,
-    running: Running,
-    output: Output,
+    run: Run,
     *,
-    together: int | None = None,
-    places: int | None = None,
     waiting: int = 64,
-    body: int | None = None,
     folder: str | os.PathLike[str] | None = None,
     disk_cap: str | int = DISK,
     shared: bool = False,
     recall: RecallSettings = DEFAULT,
-    shared_prompts: int | None = None,
+    **sizes: Unpack[ServerSizes],
 ) -> Opened:
     """Load a model to answer many conversations at once.
 
     Args:
-        model: as for `kvcap chat`.
-        backend: that runs it.
-        budget: of each conversation; its `memory_cap` is the whole process's.
-        running: without `evict_every`, as suits the device: 64 on a CPU and 1 elsewhere.
-        output: whether a note says that it loads.
-        together: answers that are written at once; by default as many as fit, up to 8.
-        places: conversations in memory; by default all that fit, 64 without a cap.
+        run: the model and its options; `memory_cap` is the whole process's, all else is of each
+            conversation. Without `evict_every`, as suits the device: 64 on a CPU and 1 elsewhere.
         waiting: requests in the queue, at most.
-        body: bytes of a request, at most: a prompt of them is tokenised within the cap.
         folder: where idle conversations are kept; None: they are forgotten once their place is
             wanted.
         disk_cap: bytes of that folder.
         shared: other processes keep theirs there as well.
         recall: how much evicted text is read again where a request does not say.
-        shared_prompts: copies of caches behind system prompts; by default up to 4, as fit.
+        sizes: as for `ServingPlan.of`.
 
     Raises:
         PlanInfeasible: not even one conversation fits, or fewer than were asked for; nothing is
@@ -83,33 +73,23 @@ def open_conversations(
     # Every operation of a pass gives Python's lock away and waits for it again, as long as this
     # where another thread reads requests: some hundred times for every token.
     sys.setswitchinterval(SWITCH_S)
+    budget = run.budget
     check_enforce(budget.enforce, budget.memory_cap)
     cap = None if budget.memory_cap is None else parse_cap(budget.memory_cap)
     if cap is not None:
-        budget = replace(budget, memory_cap=str(cap))
-    plan = planned_serving(
-        model,
-        backend,
-        budget,
-        together,
-        places,
-        running,
-        free=False,
-        body=body,
-        recall=recall,
-        shared_prompts=shared_prompts,
-    )
+        run = replace(run, budget=replace(budget, memory_cap=str(cap)))
+    plan = planned_serving(run, starts=True, recall=recall, **sizes)
     disk = (
         None if folder is None else SavedConversations(folder, parse_bytes(disk_cap), shared=shared)
     )
 
     def open_here() -> Opened:
         one_each = replace(budget, memory_cap=None, enforce="check")  # the watch enforces the cap
-        runtime: Any = load_for_chat(model, backend, one_each, running, output)
+        runtime: Any = load_for_chat(replace(run, budget=one_each))
         note = without_default(getattr(runtime.tokenizer, "chat_template", None))
-        if note is not None and not output.quiet:
+        if note is not None and not run.output.quiet:
             say(note)
-        serving = measured(plan, runtime, places, shared_prompts)
+        serving = measured(plan, runtime, sizes)
         limits = Limits(
             serving.places, serving.together, waiting, shared_prompts=serving.shared_prompts
         )
@@ -126,26 +106,22 @@ def open_conversations(
         raise
 
 
-def measured(
-    plan: ServingPlan, runtime: Any, places: int | None, shared_prompts: int | None = None
-) -> ServingPlan:
+def measured(plan: ServingPlan, runtime: Any, sizes: ServerSizes) -> ServingPlan:
     """Return the plan with the bytes that the loaded model and its process really take.
+
+    Args:
+        plan: made before.
+        runtime: the model.
+        sizes: as requested; what it leaves open stays as it was planned, where that fits.
 
     Raises:
         PlanInfeasible: with that, too few conversations fit.
     """
     own = max(0, process_bytes() + RUNNING - runtime.plan.weights)
     each = replace(plan.one, weights=runtime.plan.weights, baseline=own)
-    return ServingPlan.of(
-        each,
-        lambda _: plan.shared,
-        cap=plan.cap,
-        together=plan.together,
-        places=places or (plan.places if plan.cap is None else None),
-        body=plan.body,
-        index=plan.index,
-        shared_prompts=shared_prompts,
-    )
+    places = sizes.get("places") or (plan.places if plan.cap is None else None)
+    known: ServerSizes = {**sizes, "together": plan.together, "places": places, "body": plan.body}
+    return ServingPlan.of(each, lambda _: plan.shared, cap=plan.cap, index=plan.index, **known)
 
 
 @dataclass

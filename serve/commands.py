@@ -10,7 +10,7 @@ import re
 import signal
 import ssl
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -26,6 +26,7 @@ from kvcap.runtime.cli.options import (
     Budget,
     Output,
     Recalling,
+    Run,
     Running,
     Sampling,
 )
@@ -298,18 +299,8 @@ def serve_command(
     running = Running(
         device=device, threads=threads, evict_every=evict_every, chat_template=chat_template
     )
-    server = opened(
-        model,
-        address,
-        load,
-        engine,
-        backend,
-        budget,
-        running,
-        sampling,
-        Output(quiet=quiet),
-        recalling,
-    )
+    run = Run(model, backend, budget, running, Output(quiet=quiet))
+    server = opened(run, address, load, engine, sampling, recalling)
     # uvicorn handles SIGTERM, and raises it again once all is saved: then the exit code is 0.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
@@ -325,15 +316,11 @@ def serve_command(
 
 
 def opened(
-    model: str,
+    run: Run,
     address: Address,
     load: Load,
     engine: EngineOptions,
-    backend: Backend,
-    budget: Budget,
-    running: Running,
     sampling: Sampling,
-    output: Output,
     recalling: Recalling,
 ) -> Server:
     """Make a server that has its address and its model, and is yet to run.
@@ -358,7 +345,7 @@ def opened(
         raise ExtraMissing(
             f"serving needs {error.name}, which is not installed; {how_to_install('serve')}"
         ) from error
-    usual = usual_body(budget.memory_cap)
+    usual = usual_body(run.budget.memory_cap)
     limits = RequestLimits(
         body_bytes=usual if load.max_body is None else parse_bytes(load.max_body),
         messages=load.max_messages,
@@ -366,7 +353,7 @@ def opened(
         connections=load.max_connections,
     )
     settings = Settings(
-        address.name or _name(model),
+        address.name or _name(run.model),
         limits,
         address.keys(),
         address.hosts(),
@@ -393,7 +380,7 @@ def opened(
             from kvcap.serve.replicas import Opening, open_replicas
 
             opening: Any = open_replicas(
-                Opening(model, backend, budget, running, taken_on),
+                Opening(replace(run, output=Output(quiet=True)), taken_on),
                 settings.model,
                 engine.replicas,
                 engine.ray_address,
@@ -401,14 +388,14 @@ def opened(
             )
             conversations, summary = opening, opening.summary
         else:
-            opening = open_conversations(model, backend, budget, running, output, **taken_on)
+            opening = open_conversations(run, **taken_on)
             conversations, summary = opening.scheduler, opening.plan.summary
         app = application(conversations, settings, page_routes())
         server = Server(app, listening, limits, load.grace, tls)
     except BaseException:
         listening.close()
         raise
-    if not output.quiet:
+    if not run.output.quiet:
         where = f"{server.url}/v1, with a chat page at {server.url}/"
         say(("serving", "bold"), f" {settings.model} at {where} · {summary}")
     if not conversations.figures().chat_template:

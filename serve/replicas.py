@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvcap.runtime.cli.options import Backend, Budget, Output, Running
+from kvcap.runtime.cli.options import Run, Running
 from kvcap.runtime.cluster import Share, join
 from kvcap.runtime.errors import ExtraMissing, KvcapError, ReplicaLost, how_to_install
 from kvcap.runtime.session.stats import FinishReason
@@ -49,10 +49,7 @@ log = logging.getLogger("kvcap.serve")
 class Opening:
     """A description of the model and settings of every replica; see `open_conversations`."""
 
-    model: str
-    backend: Backend
-    budget: Budget
-    running: Running
+    run: Run
     load: dict[str, Any] = field(default_factory=dict)
     """Holds `together`, `places`, `waiting`, `folder`, `disk_cap`, `recall`, `shared_prompts`."""
 
@@ -96,15 +93,7 @@ class Replica:
         self.failure: Exception | None = None
         self.begun = time.monotonic()
         try:
-            self.opened = open_conversations(
-                opening.model,
-                opening.backend,
-                opening.budget,
-                opening.running,
-                Output(quiet=True),
-                shared=True,
-                **opening.load,
-            )
+            self.opened = open_conversations(opening.run, shared=True, **opening.load)
         except (KvcapError, ValueError) as error:  # `state` reports it to the front end
             self.failure = error
 
@@ -463,17 +452,17 @@ def open_replicas(
             serve.delete(app)
         ray.shutdown()
 
-    if (
-        opening.model not in BUILT_IN and Path(opening.model).exists()
-    ):  # replicas have a working directory of their own
-        opening = replace(opening, model=str(Path(opening.model).resolve()))
+    run = opening.run
+    if run.model not in BUILT_IN and Path(run.model).exists():
+        # Replicas have a working directory of their own.
+        run = replace(run, model=str(Path(run.model).resolve()))
     if (folder := opening.load.get("folder")) is not None:
         opening = replace(opening, load={**opening.load, "folder": Path(folder).resolve()})
     try:
-        share = shared(nodes, replicas, opening.running)
+        share = shared(nodes, replicas, run.running)
         if not share.gpus:
-            threads = replace(opening.running, threads=int(share.cpus))
-            opening = replace(opening, running=threads)
+            run = replace(run, running=replace(run.running, threads=int(share.cpus)))
+        opening = replace(opening, run=run)
         quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
         serve.start(proxy_location=ProxyLocation.Disabled, logging_config=quiet)
         deployment = serve.deployment(

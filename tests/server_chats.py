@@ -13,7 +13,7 @@ import openai
 from tools import PATIENCE, pocket_runtime
 
 import kvcap
-from kvcap.runtime.cli.options import Backend, Budget, Output, Recalling, Running, Sampling
+from kvcap.runtime.cli.options import Budget, Output, Recalling, Run, Running, Sampling
 from kvcap.serve.admission import Opened, open_conversations
 from kvcap.serve.app import Settings, application
 from kvcap.serve.commands import Address, EngineOptions, Load, opened
@@ -123,16 +123,17 @@ def served(
     **address: Any,
 ) -> Server:
     """Start the server of `kvcap serve MODEL` on a free port, with these groups of its options."""
-    return opened(
+    run = Run(
         model,
+        budget=budget or Budget(budget_tokens=64, block_size=16, dtype="float32"),
+        running=running or Running(device="cpu"),
+    )
+    return opened(
+        run,
         Address(port=0, **address),
         load or Load(),
         engine or EngineOptions(),
-        Backend(),
-        budget or Budget(budget_tokens=64, block_size=16, dtype="float32"),
-        running or Running(device="cpu"),
         Sampling(),
-        Output(),
         recalling or Recalling(),
     )
 
@@ -142,4 +143,5 @@ def admitted(
 ) -> Opened:
     """Return the conversations of a model as `kvcap serve` plans and opens them."""
     budget, running = budget or Budget(budget_tokens=64), running or Running(device="cpu")
-    return open_conversations(model, Backend(), budget, running, Output(quiet=True), **more)
+    run = Run(model, budget=budget, running=running, output=Output(quiet=True))
+    return open_conversations(run, **more)

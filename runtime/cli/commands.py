@@ -39,6 +39,7 @@ from kvcap.runtime.cli.options import (
     Budget,
     Output,
     Recalling,
+    Run,
     Running,
     Sampling,
     pairs,
@@ -58,11 +59,13 @@ from kvcap.runtime.planning.plan import (
     parse_cap,
     warn_if_short,
 )
-from kvcap.runtime.planning.serving import ServingPlan, Shared
+from kvcap.runtime.planning.serving import ServerSizes, ServingPlan, Shared
 from kvcap.runtime.recall.settings import DEFAULT, RecallSettings
 from kvcap.runtime.types import BUILT_IN, FULL, MANIFEST, POCKET, ModelKind
 
 if TYPE_CHECKING:  # NumPy, tokenizers and more stand behind these
+    from typing_extensions import Unpack
+
     from kvcap.runtime.backends.onnxruntime.manifest import Manifest
     from kvcap.runtime.backends.onnxruntime.runtime import PolicyRequest
     from kvcap.runtime.session.ends import End
@@ -97,7 +100,7 @@ def chat_command(
         raise ValueError("stdin is the conversation; give --json-schema a file")
     check_logprobs(sampling, output)
     recall = recalling.settings(budget.memory_cap)
-    runtime = load_for_chat(model, backend, budget, running, output, recall.nbytes)
+    runtime = load_for_chat(Run(model, backend, budget, running, output), recall.nbytes)
     session = start_session(runtime, running, sampling, recall)
     hello, options = {"role": "user", "content": "Hello!"}, template_options(session.generation)
     render_turn(runtime.tokenizer, None, [hello], options=options)  # can it chat?
@@ -170,7 +173,7 @@ def generate_command(
         raise ValueError("the prompt is empty; give at least one word")
     check_logprobs(sampling, output)
     recall = recalling.settings(budget.memory_cap)
-    runtime = load_for_chat(model, backend, budget, running, output, recall.nbytes)
+    runtime = load_for_chat(Run(model, backend, budget, running, output), recall.nbytes)
     session = start_session(runtime, running, sampling, recall)
     save_at_start(session, running.session)
 
@@ -217,15 +220,13 @@ def plan_command(
             f"--shared-prompts {shared_prompts} needs --serve; add that, or leave it out"
         )
     check_here(model)
-    free = free_memory()
+    free, run = free_memory(), Run(model, backend, budget)
     serving = None
     recall = recalling.served() if serve else recalling.settings(budget.memory_cap)
     try:
         if serve:
-            serving = planned_serving(
-                model, backend, budget, recall=recall, shared_prompts=shared_prompts
-            )
-        plan = serving.one if serving else planned(model, backend, budget, recall.nbytes)
+            serving = planned_serving(run, recall=recall, shared_prompts=shared_prompts)
+        plan = serving.one if serving else planned(run, recall.nbytes)
     except PlanInfeasible as error:
         if not json_:
             raise
@@ -350,43 +351,29 @@ def policy_command(
 
 
 @large_imports()
-def load(
-    model: str,
-    backend: Backend,
-    budget: Budget,
-    running: Running,
-    output: Output,
-    recall_store: int | None = None,
-) -> Engine:
-    """Load the model under its budget, with a note on stderr meanwhile.
+def load(run: Run, recall_store: int | None = None) -> Engine:
+    """Load a model under its budget, with a note on stderr meanwhile.
 
     Args:
-        model: as the user named it.
-        backend: that runs it.
-        budget: of its cache.
-        running: where, and how often, answers evict.
-        output: whether notes are shown.
+        run: the model and its options.
         recall_store: bytes of the index of a conversation's text; None: as is usual.
     """
+    model, backend, quiet = run.model, run.backend, run.output.quiet
     by_llamacpp = backend.by_llamacpp(model)
     exported = not by_llamacpp and backend.exported(model)
-    if not by_llamacpp and (weights := backend.kept(model)) is not None:
+    if exported and (weights := backend.weights) is not None:
         from kvcap.runtime.cli.kept_exports import kept_export
 
-        model = str(kept_export(model, weights, budget, output.quiet, calibrate=backend.calibrate))
-    stored = None if exported or by_llamacpp or output.quiet else _in_gguf(model)
-    note = not output.quiet and styled()
+        made = kept_export(model, weights, run.budget, quiet, calibrate=backend.calibrate)
+        run = replace(run, model=str(made))
+    stored = None if exported or by_llamacpp or quiet else _in_gguf(model)
+    note = not quiet and styled()
     if note:
-        sys.stderr.write(f"\x1b[2mloading {model} ...\x1b[0m")
+        sys.stderr.write(f"\x1b[2mloading {run.model} ...\x1b[0m")
         sys.stderr.flush()
-    runtime: Engine
+    loads = load_gguf if by_llamacpp else _load_export if exported else _load_model
     try:
-        if by_llamacpp:
-            runtime = load_gguf(model, budget, running, recall_store)
-        elif exported:
-            runtime = _load_export(model, budget, running, recall_store)
-        else:
-            runtime = _load_model(model, budget, running, backend.weights, recall_store)
+        runtime: Engine = loads(run, recall_store)
     finally:
         if note:
             sys.stderr.write("\r\x1b[2K")
@@ -395,25 +382,18 @@ def load(
         plan = runtime.plan
         becomes = stored.becomes(plan.weights, plan.weights_dtype or plan.dtype)
         print(f"{model}: {becomes}", file=sys.stderr)
-    if running.chat_template is not None:
+    if (template := run.running.chat_template) is not None:
         from kvcap.runtime.session.named_templates import use_template
 
-        use_template(runtime.tokenizer, running.chat_template)
+        use_template(runtime.tokenizer, template)
         vars(runtime).pop("generation", None)  # found anew, with the tokens that end an answer
     return runtime
 
 
-def load_for_chat(
-    model: str,
-    backend: Backend,
-    budget: Budget,
-    running: Running,
-    output: Output,
-    recall_store: int | None = None,
-) -> Engine:
+def load_for_chat(run: Run, recall_store: int | None = None) -> Engine:
     """Load a model as `load` does; one that names no drawing draws mildly, by its kind."""
-    runtime = load(model, backend, budget, running, output, recall_store)
-    runtime.generation.update(**_mild(model, runtime.generation, runtime.kind))
+    runtime = load(run, recall_store)
+    runtime.generation.update(**_mild(run.model, runtime.generation, runtime.kind))
     return runtime
 
 
@@ -424,25 +404,20 @@ def _mild(model: str, generation: Any, kind: ModelKind) -> dict[str, Any]:
     return {} if model in BUILT_IN or names_drawing(generation) else mild_for(kind)
 
 
-def _load_model(
-    model: str,
-    budget: Budget,
-    running: Running,
-    weights: str | None,
-    recall_store: int | None,
-) -> Engine:
+def _load_model(run: Run, recall_store: int | None) -> Engine:
     quiet_libraries()
-    use_threads(running.threads)
+    use_threads(run.running.threads)
     from kvcap.runtime.backends.pytorch.runtime import Runtime
 
+    budget = run.budget
     return Runtime.from_pretrained(
-        model,
-        budget.settings(policy=budget.eviction(), evict_every=running.evict_every),
+        run.model,
+        budget.settings(policy=budget.eviction(), evict_every=run.running.evict_every),
         memory_cap=budget.memory_cap,
         enforce=budget.enforce,
         dtype=budget.dtype,
-        device=running.device,
-        weights=weights,
+        device=run.running.device,
+        weights=run.backend.weights,
         recall_store=recall_store,
     )
 
@@ -453,20 +428,21 @@ def _in_gguf(model: str) -> GgufFile | None:
     return read_gguf(str(path)) if path is not None and path.is_file() else None
 
 
-def _load_export(model: str, budget: Budget, running: Running, recall_store: int | None) -> Engine:
-    """Load the decoder in the directory `model`.
+def _load_export(run: Run, recall_store: int | None) -> Engine:
+    """Load an exported decoder.
 
     Raises:
         NotExportable: an option that its backend does not have.
     """
     from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
 
+    budget, running = run.budget, run.running
     if running.device not in (None, "cpu"):
         raise NotExportable(
             "--device is not for --backend onnxruntime: this backend runs on the CPU; leave it out"
         )
     return OrtRuntime.from_directory(
-        _export_folder(model),
+        _export_folder(run.model),
         _policy_request(budget),
         budget.settings(evict_every=running.evict_every),
         memory_cap=budget.memory_cap,
@@ -478,38 +454,29 @@ def _load_export(model: str, budget: Budget, running: Running, recall_store: int
 
 
 @large_imports()
-def planned(
-    model: str,
-    backend: Backend,
-    budget: Budget,
-    recall_store: int = 0,
-    device: str | None = None,
-    *,
-    export: bool = False,
-) -> MemoryPlan:
+def planned(run: Run, recall_store: int = 0, *, export: bool = False) -> MemoryPlan:
     """Plan a run, without reading weights.
 
     Args:
-        model: as the user named it.
-        backend: that runs it.
-        budget: of its cache.
+        run: the model and its options.
         recall_store: bytes of the index of a conversation's text.
-        device: of the run; by default the best there is.
         export: make an export that is missing, so that its bytes are known, and not estimated.
 
     Raises:
         PlanInfeasible: nothing fits, naming what would.
     """
+    model, backend, budget = run.model, run.backend, run.budget
     if backend.by_llamacpp(model):
         return planned_gguf(model, budget, recall_store)
     if backend.exported(model):
-        return _planned_export(_manifest(model, backend, budget, export), budget, recall_store)
+        return _planned_export(_manifest(run, export), budget, recall_store)
     quiet_libraries()
     from kvcap.runtime.models.devices import best_device, usable
     from kvcap.runtime.models.files import load_config
     from kvcap.runtime.models.weights import read_headers
 
-    chosen = usable(device) or (best_device() if backend.weights is None else "cpu")
+    wanted = usable(run.running.device)
+    chosen = wanted or (best_device() if backend.weights is None else "cpu")
     where, settings = resolve(model), budget.settings(policy=budget.eviction())
     config = Sizes(settings, budget.memory_cap).config_for(load_config(where))
     return MemoryPlan.of(
@@ -570,87 +537,67 @@ def _drawing(model: str, generation: Any, kind: ModelKind) -> str:
 
 
 def planned_serving(
-    model: str,
-    backend: Backend,
-    budget: Budget,
-    together: int | None = None,
-    places: int | None = None,
-    running: Running | None = None,
+    run: Run,
     *,
-    free: bool = True,
-    body: int | None = None,
+    starts: bool = False,
     recall: RecallSettings = DEFAULT,
-    shared_prompts: int | None = None,
+    **sizes: Unpack[ServerSizes],
 ) -> ServingPlan:
     """Return the plan of a server, without reading weights.
 
     Args:
-        model: as for `planned`.
-        backend: that runs it.
-        budget: of one conversation; its `memory_cap` is the whole process's.
-        together: answers that are written at once; by default as many as fit, up to 8.
-        places: conversations in memory, at most; by default all that fit.
-        running: where, and how often, answers evict; by default as suits the device.
-        free: without a `memory_cap`, what is free is the cap; otherwise there is none.
-        body: bytes of a request, at most; by default as `ServingPlan.of` has it.
+        run: the model and its options; `memory_cap` is the whole process's, all else is of each
+            conversation.
+        starts: the server is about to start: an export that is missing is made, and without a
+            `memory_cap` there is no cap; otherwise what is free is the cap.
         recall: how large the index of a conversation's text may be.
-        shared_prompts: copies of caches behind system prompts; by default as `ServingPlan.of`.
+        sizes: as for `ServingPlan.of`.
 
     Raises:
         PlanInfeasible: not even one fits, or fewer than `together` and `places` ask for.
     """
-    given = budget.memory_cap or (AUTO if free else None)
+    model, backend, running = run.model, run.backend, run.running
+    given = run.budget.memory_cap or (None if starts else AUTO)
     cap = None if given is None else parse_cap(given)
-    wanted = None if running is None else running.device
-    made = running is not None  # else nothing is going to run
-    one = planned(model, backend, replace(budget, memory_cap=None), device=wanted, export=made)
+    budget = replace(run.budget, memory_cap=None)
+    one = planned(replace(run, budget=budget), export=starts)
     one = replace(one, baseline=process_bytes() + LOADING)
-    by_llamacpp = backend.by_llamacpp(model)
-    if by_llamacpp and places is None:
-        places = None if cap is not None else USUAL_PLACES
-    if by_llamacpp or backend.exported(model):
-        return ServingPlan.of(
-            one,
-            lambda _: Shared(),
-            cap=cap,
-            together=together,
-            places=places,
-            body=body,
-            index=recall.nbytes,
-            shared_prompts=shared_prompts,
-        )
-    from kvcap.runtime.backends.pytorch.batch import plan_shared
-    from kvcap.runtime.backends.pytorch.runtime import usual_every
-    from kvcap.runtime.models.devices import best_device, usable
-    from kvcap.runtime.models.files import load_config
+    if backend.by_llamacpp(model) and sizes.get("places") is None and cap is None:
+        sizes["places"] = USUAL_PLACES
+    if backend.by_llamacpp(model) or backend.exported(model):
 
-    running = running or Running()
-    device = usable(running.device) or (best_device() if backend.weights is None else "cpu")
-    every = running.evict_every or usual_every(device, one.block_size)
-    settings = budget.settings(policy=budget.eviction(), evict_every=every)
-    config = Sizes(settings, budget.memory_cap).config_for(load_config(resolve(model)))
-    return ServingPlan.of(
-        one,
-        lambda number: plan_shared(config, settings, one, number, device=device),
-        cap=cap,
-        together=together,
-        places=places,
-        body=body,
-        index=recall.nbytes,
-        shared_prompts=shared_prompts,
-    )
+        def shared(number: int) -> Shared:
+            return Shared()
+
+    else:
+        from kvcap.runtime.backends.pytorch.batch import plan_shared
+        from kvcap.runtime.backends.pytorch.runtime import usual_every
+        from kvcap.runtime.models.devices import best_device, usable
+        from kvcap.runtime.models.files import load_config
+
+        device = usable(running.device) or (best_device() if backend.weights is None else "cpu")
+        every = running.evict_every or usual_every(device, one.block_size)
+        settings = run.budget.settings(policy=budget.eviction(), evict_every=every)
+        reach = Sizes(settings, run.budget.memory_cap)
+        config = reach.config_for(load_config(resolve(model)))
+
+        def shared(number: int) -> Shared:
+            return plan_shared(config, settings, one, number, device=device)
+
+    return ServingPlan.of(one, shared, cap=cap, index=recall.nbytes, **sizes)
 
 
-def _manifest(model: str, backend: Backend, budget: Budget, export: bool) -> Manifest:
+def _manifest(run: Run, export: bool) -> Manifest:
     """Return the manifest of the export that would run, whether it is made or not."""
     from kvcap.runtime.backends.onnxruntime import manifest
     from kvcap.runtime.cli.kept_exports import foreseen_export, kept_export
 
-    if (weights := backend.kept(model)) is None:
+    model, budget, calibrate = run.model, run.budget, run.backend.calibrate
+    if (weights := run.backend.kept(model)) is None:
         return manifest.read(_export_folder(model))
     if export:
-        return manifest.read(kept_export(model, weights, budget, calibrate=backend.calibrate))
-    return foreseen_export(model, weights, budget, backend.calibrate)
+        return manifest.read(kept_export(model, weights, budget, calibrate=calibrate))
+    return foreseen_export(model, weights, budget, calibrate)
 
 
 def _planned_export(manifest: Manifest, budget: Budget, recall_store: int) -> MemoryPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcap.runtime.cli.options import Budget, Running, pairs
+from kvcap.runtime.cli.options import Budget, Run, Running, pairs
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.memory.free_memory import process_bytes
 from kvcap.runtime.models.names import locate
@@ -22,10 +22,8 @@ PYTORCH = "; leave it out, or give --backend torch"
 USUAL_PLACES = 16  # conversations of a server without a cap: their cells are allocated at once
 
 
-def load_gguf(
-    model: str, budget: Budget, running: Running, recall_store: int | None
-) -> LlamaRuntime:
-    """Load the GGUF file `model` under its budget.
+def load_gguf(run: Run, recall_store: int | None) -> LlamaRuntime:
+    """Load a GGUF file under its budget.
 
     Raises:
         UnsupportedModel: an option that llama.cpp does not have.
@@ -33,10 +31,11 @@ def load_gguf(
     from kvcap.runtime.backends.llamacpp.library import load_library
     from kvcap.runtime.backends.llamacpp.runtime import LlamaRuntime
 
+    budget, running = run.budget, run.running
     check_options(budget, running)
     load_library()  # nothing is downloaded that could not be run
     return LlamaRuntime.from_file(
-        _file(model),
+        _file(run.model),
         budget.policy,
         budget.settings(evict_every=running.evict_every),
         policy_options=_policy_options(budget),
@@ -45,7 +44,7 @@ def load_gguf(
         threads=running.threads,
         gpu_layers=running.gpu_layers,
         recall_store=recall_store,
-        name=model,
+        name=run.model,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from kvcap.runtime.cli.cache import kept
 from kvcap.runtime.cli.commands import planned
 from kvcap.runtime.cli.declare import argument
-from kvcap.runtime.cli.options import JSON, Backend, Budget
+from kvcap.runtime.cli.options import JSON, Budget, Run
 from kvcap.runtime.errors import first_line
 from kvcap.runtime.models.hub import SHORT, Cached, cached, names_file, pulled
 from kvcap.runtime.models.names import is_export
@@ -82,7 +82,7 @@ def _row(one: Cached, budget: Budget) -> dict[str, Any]:
     """Return a model's entry in the list: its plan in one line, or why there is none."""
     row: dict[str, Any] = {**one._asdict(), "path": str(one.path)}
     try:
-        plan = planned(POCKET if one.name == POCKET else str(one.path), Backend(), budget)
+        plan = planned(Run(POCKET if one.name == POCKET else str(one.path), budget=budget))
     except Exception as error:  # of files of strangers; the others are listed
         return {**row, "fits": False, "needs": first_line(error)}
     slots = f"{plan.budget_tokens:,} slots"

@@ -635,3 +635,14 @@ class Output:
     quiet: bool = setting(
         False, "Print nothing on stderr but warnings and errors.", "--quiet", "-q"
     )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A record of a model, and of all options that say how it runs."""
+
+    model: str
+    backend: Backend = Backend()
+    budget: Budget = Budget()
+    running: Running = Running()
+    output: Output = Output()

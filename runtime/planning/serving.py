@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from kvcap.runtime.errors import PlanInfeasible
 from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.units import format_bytes, with_margin
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 SERVING = 64 << 20  # bytes: the server's libraries and threads, requests that are read or wait
 BODY = 4 << 20  # bytes of a request, at most, where there is no cap
@@ -31,6 +34,21 @@ class Shared(NamedTuple):
 
     rows: int = 0  # the cache that they share meanwhile, or the rows that they get of it
     workspace: int = 0  # of reading a token of each
+
+
+class ServerSizes(TypedDict, total=False):
+    """A set of sizes that a server was asked for; None leaves one to the plan."""
+
+    together: int | None
+    """Says how many answers are written at once; by default 8, or as many as places fit."""
+    places: int | None
+    """Says how many conversations are in memory, at most; by default all that fit, or 64."""
+    body: int | None
+    """Says how many bytes a request has, at most; by default 256 KiB, 4 MiB without a cap."""
+    shared_prompts: int | None
+    """Says how many copies of caches behind system prompts are kept, at most.
+
+    By default 4, or one in the place of each eighth conversation that fits."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +145,8 @@ class ServingPlan:
         shared: Callable[[int], Shared],
         *,
         cap: int | None = None,
-        together: int | None = None,
-        places: int | None = None,
-        body: int | None = None,
         index: int = 0,
-        shared_prompts: int | None = None,
+        **sizes: Unpack[ServerSizes],
     ) -> ServingPlan:
         """Plan a server.
 
@@ -139,16 +154,14 @@ class ServingPlan:
             one: the plan of one conversation; its `baseline` is the process before.
             shared: what so many answers at once take beside their conversations.
             cap: bytes of the process; None: there is none.
-            together: answers at once; by default 8, or as many as places fit.
-            places: conversations in memory, at most; by default all that fit, 64 without a cap.
-            body: bytes of a request, at most; by default 256 KiB, 4 MiB without a cap.
             index: bytes of the index of a conversation's text, at most.
-            shared_prompts: copies of caches behind system prompts, at most; by default 4, or one in
-                the place of each eighth conversation that fits.
+            sizes: as requested.
 
         Raises:
             PlanInfeasible: not one fits, or fewer than requested, saying how many do.
         """
+        together, places = sizes.get("together"), sizes.get("places")
+        body, shared_prompts = sizes.get("body"), sizes.get("shared_prompts")
         body = usual_body(cap) if body is None else body
         for number in (together,) if together else TOGETHER:
             if places is not None and places < number and not together:

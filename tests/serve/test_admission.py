@@ -17,7 +17,7 @@ from tools import ROOT
 from transformers import AutoTokenizer
 
 from kvcap.cli import run
-from kvcap.runtime.cli.options import Backend, Budget, Output, Running
+from kvcap.runtime.cli.options import Budget, Run, Running
 from kvcap.runtime.errors import ChatTemplateMissing, PlanInfeasible
 from kvcap.runtime.models.devices import best_device
 from kvcap.runtime.planning.plan import MemoryPlan
@@ -180,7 +180,7 @@ def test_a_server_whose_tokenizer_has_no_default_template_starts_and_says_so(
     tokenizer.save_pretrained(folder)
     (tmp_path / "chat_template.jinja").unlink()
     budget = Budget(budget_tokens=400, dtype="float32")
-    opened = open_conversations(folder, Backend(), budget, Running(device="cpu"), Output())
+    opened = open_conversations(Run(folder, budget=budget, running=Running(device="cpu")))
     assert "rag, tool_use, and none is the 'default'" in capsys.readouterr().err
     tool = {"type": "function", "function": {"name": "add"}}
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from server_chats import served
 
-from kvcap.runtime.cli.options import Backend, Budget, Recalling, Running
+from kvcap.runtime.cli.options import Recalling, Run, Running
 from kvcap.runtime.cluster import Share
 from kvcap.runtime.errors import Busy, ConversationUnknown, ExtraMissing, KvcapError
 from kvcap.runtime.recall.settings import RecallSettings
@@ -100,7 +100,7 @@ def test_figures_of_replicas_are_added_but_for_what_they_share() -> None:
 def test_ray_is_refused_by_name_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ExtraMissing, match=r"pip install '\.\[serve-ray\]'"):
-        open_replicas(Opening("pocket", Backend(), Budget(), Running()), "pocket", address="x:1")
+        open_replicas(Opening(Run("pocket")), "pocket", address="x:1")
 
 
 @pytest.mark.parametrize("engine", [EngineOptions(replicas=2), EngineOptions(ray_address="x:1")])
@@ -120,7 +120,7 @@ def test_every_replica_recalls_as_the_command_was_told(monkeypatch: pytest.Monke
     with pytest.raises(KvcapError, match="no cluster"):
         served("pocket", engine=EngineOptions("ray"), recalling=Recalling("96", "1MiB"))
     assert found[0].load["recall"] == RecallSettings(96, 1 << 20)
-    inspect.signature(open_conversations).bind("", "", "", "", "", **found[0].load)
+    inspect.signature(open_conversations).bind("", **found[0].load)
 
 
 def test_errors_are_the_same_on_the_other_side(caplog: pytest.LogCaptureFixture) -> None:
