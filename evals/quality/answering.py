@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.recall.recall import Recall
 from kvcap.runtime.recall.settings import RecallSettings
-from kvcap.runtime.session.encoding import encode_behind
+from kvcap.runtime.session.engine import recall_of
 
 # A sample and its token ids, in the parts of `prompt_parts`.
 Prompt = tuple[Sample, tuple[Sequence[int] | np.ndarray[Any, Any], ...]]
@@ -53,11 +52,11 @@ def answer(
     return [_cut(row, stops) for row in rows]
 
 
-def recall_of(tokenizer: Any, tokens: int, budget: int) -> Recall | None:
+def recall_as_in_chats(runtime: Any, tokens: int, budget: int) -> Recall | None:
     """Return a finder of evicted text, as in conversations; None if no tokens are recalled."""
     if not tokens:
         return None
-    recall = Recall(tokenizer, partial(encode_behind, tokenizer.backend_tokenizer), budget)
+    recall = recall_of(runtime, budget)
     recall.set(RecallSettings(tokens))
     return recall
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from kvcap.evals.measure import decode_ms, seconds
-from kvcap.evals.quality.answering import Prompt, recall_of, split_at_question
+from kvcap.evals.quality.answering import Prompt, recall_as_in_chats, split_at_question
 from kvcap.evals.quality.prompts import (
     GOLDEN,
     PLAIN,
@@ -525,7 +525,7 @@ def _find_fact(
     tokenizer, limit = engine.tokenizer, ANSWER
     if not has_template(tokenizer):  # a base model does not end its answer
         limit = min(limit, tokens_to_say(tokenizer, sample))
-    recall = recall_of(tokenizer, recalled, side.plan.budget_tokens)
+    recall = recall_as_in_chats(engine, recalled, side.plan.budget_tokens)
     prompt: Prompt = sample, prompt_parts(tokenizer, sample, "aware")
     if recall is not None:
         prompt = split_at_question(tokenizer, recall, prompt)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcap.evals.quality.answering import Prompt, recall_of, split_at_question
+from kvcap.evals.quality.answering import Prompt, recall_as_in_chats, split_at_question
 from kvcap.evals.quality.llama_answering import answer, losses
 from kvcap.evals.quality.prompts import has_template
 from kvcap.evals.quality.scores import UNITS, cell_score
@@ -81,7 +81,7 @@ class LlamaCells:
         scored = not task.MAX_NEW_TOKENS
         runtime = self.runtime(setting, all_logits=scored)
         limit = answer_limit(runtime.tokenizer, setting, (sample for sample, _ in prompts))
-        recall = recall_of(runtime.tokenizer, setting.recall, setting.budget or 0)
+        recall = recall_as_in_chats(runtime, setting.recall, setting.budget or 0)
         loop, scores = runtime.loop(), list[float]()
         for prompt in prompts:
             loop.cache.reset()

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from kvcap.evals.measure import percentiles
-from kvcap.evals.quality.answering import Prompt, answer, losses, recall_of, split_at_question
+from kvcap.evals.quality.answering import (
+    Prompt,
+    answer,
+    losses,
+    recall_as_in_chats,
+    split_at_question,
+)
 from kvcap.evals.quality.prompts import Sample, has_template, tokens_to_say
 from kvcap.evals.quality.scores import UNITS, cell_score
 from kvcap.evals.reports import device_name, versions
@@ -80,7 +86,7 @@ def measure(
     assert max(lengths) <= setting.length, "a task must keep to the length"
     limit = answer_limit(runtime.tokenizer, setting, (sample for sample, _ in prompts))
     scores, start = [0.0] * len(prompts), time.perf_counter()
-    recall = recall_of(runtime.tokenizer, setting.recall, setting.budget or 0)
+    recall = recall_as_in_chats(runtime, setting.recall, setting.budget or 0)
     for indices in batches([parts for _, parts in prompts], 1 if recall else batch):
         some = [prompts[i] for i in indices]
         if recall:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +21,9 @@ from numpy.typing import NDArray
 from kvcap.runtime.errors import MemoryCapExceeded, SessionBroken
 from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.recall.meaning import Meaning
+from kvcap.runtime.recall.recall import Recall
+from kvcap.runtime.recall.settings import STORE_BYTES
+from kvcap.runtime.session.encoding import encode_with
 from kvcap.runtime.types import ModelKind, OnFull, SlotUse, Span
 
 MOST = 1000  # times as many slots as are needed: the largest budget that is tried as advice
@@ -111,6 +115,19 @@ class Engine(Protocol):
 
     def restore(self, session: Any, path: str | os.PathLike[str]) -> None:
         """Turn `session` into the saved one, or refuse and leave it unchanged."""
+
+
+def recall_of(engine: Engine, budget: int, store: int = STORE_BYTES) -> Recall:
+    """Return a finder of a conversation's evicted text, by words and by the model's embeddings.
+
+    Args:
+        engine: that runs the model.
+        budget: slots per KV head and layer.
+        store: bytes of its index; 0: nothing is recalled.
+    """
+    tokenizer = engine.tokenizer
+    encode = partial(encode_with, tokenizer, follows=True)
+    return Recall(tokenizer, encode, budget, store, lambda: engine.meaning)
 
 
 class TokenSampler(Protocol):

@@ -22,7 +22,7 @@ from kvcap.runtime.errors import (
     MessagesInvalid,
 )
 from kvcap.runtime.interrupts import interrupts_deferred
-from kvcap.runtime.recall.recall import Passage, Recall
+from kvcap.runtime.recall.recall import Passage
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.decoding import (
     Decoding,
@@ -34,7 +34,7 @@ from kvcap.runtime.session.decoding import (
 )
 from kvcap.runtime.session.detokenizer import Detokenizer
 from kvcap.runtime.session.encoding import check_letters, encode_with
-from kvcap.runtime.session.engine import Engine
+from kvcap.runtime.session.engine import Engine, recall_of
 from kvcap.runtime.session.logprobs import Logprob
 from kvcap.runtime.session.messages import (
     abilities_of,
@@ -158,13 +158,7 @@ class Session:
         self.prefixes: Prefixes | None = None
         """Holds copies of caches behind system prompts, to begin conversations from; None: none."""
         plan = runtime.plan
-        self.recall = Recall(
-            runtime.tokenizer,
-            partial(encode_with, runtime.tokenizer, follows=True),
-            plan.budget_tokens,
-            plan.recall_store,
-            lambda: runtime.meaning,
-        )
+        self.recall = recall_of(runtime, plan.budget_tokens, plan.recall_store)
         """Finds evicted text that a message asks about, to be read again in front of it."""
         self.recall.regions = self.loop.cache.regions
         self._decoding = Decoding(runtime, self.loop)

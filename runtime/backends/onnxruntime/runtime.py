@@ -5,6 +5,7 @@ The counterpart of `backends/pytorch/runtime.py`: the same caps, sessions and ch
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -148,6 +149,14 @@ class OrtRuntime(ArrayEngine):
         plan = plan_for()
         plan.sized(settings)  # refuses evictions further apart than blocks
         warn_if_short(plan, free_memory(), memory_cap)
+        if manifest.embeddings is None and plan.recall_store:
+            name = manifest.model["name"]
+            warnings.warn(
+                f"{str(folder)!r} has no graph of embeddings, as an earlier kvcap exported it, so "
+                "that evicted text is found by words alone; to find it by meaning, too: "
+                f"kvcap export decoder {name} -o DIR",
+                stacklevel=2,
+            )
         chat_template.start_renderer()
         tokenizer = Tokenizer(manifest.folder, manifest.listed)
         graph = Graph(manifest.decoder, threads)

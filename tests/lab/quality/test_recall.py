@@ -62,7 +62,8 @@ def test_what_was_evicted_is_answered_with_recall_alone(runtime, task, question)
 def test_a_cell_recalls_the_tokens_that_a_session_does_at_the_same_place(runtime, question):
     (sample,) = make_samples("niah_single", runtime.tokenizer, 700, 1, seed=0, depth=0.3)
     setting = setting_of("niah_single", question, 64, 1, 700)
-    recall = answering.recall_of(runtime.tokenizer, 64, 256)
+    recall = answering.recall_as_in_chats(runtime, 64, 256)
+    assert recall._meaning() is runtime.meaning
     cache = measuring.new_cache(runtime.model.config, setting)
     prompt = sample, prompt_parts(runtime.tokenizer, sample, question)
     _, split = answering.split_at_question(runtime.tokenizer, recall, prompt)

@@ -891,6 +891,9 @@ def test_an_export_compares_texts_by_its_embedding_table(exported, tmp_path):
     shutil.copytree(exported("compact", MOST), earlier)
     said = json.loads((earlier / "kvcap.json").read_text())
     del said["graphs"]["embeddings"]
-    without = OrtRuntime.from_directory(rewritten(earlier, said))
+    rewritten(earlier, said)
+    OrtRuntime.from_directory(earlier, recall_store=0)  # nothing is recalled, and nothing missing
+    with pytest.warns(UserWarning, match="found by words alone.*: kvcap export decoder pocket -o"):
+        without = OrtRuntime.from_directory(earlier)
     assert without.meaning is None
     assert not without.plan.word_vectors
