@@ -15,7 +15,7 @@ from torch import Tensor
 from kvcap.kernels.arguments import MOST_AUX, aux, strides
 from kvcap.kernels.device import able, overlaps, power_of_two
 from kvcap.kernels.launch import run
-from kvcap.policies.base import Rows
+from kvcap.policies.base import RowRanges
 
 
 def covers(keys: Tensor, values: Tensor, buffers: Sequence[Tensor]) -> bool:
@@ -33,7 +33,7 @@ def append(
     values: Tensor,
     positions: Tensor,
     buffers: Sequence[Tensor],
-    rows: Rows,
+    rows: RowRanges,
 ) -> None:
     """Write a block's keys, values and positions behind the slots in use of rows of a pool.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvcap.kernels.device import power_of_two
 from kvcap.kernels.launch import run
-from kvcap.policies.base import Rows
+from kvcap.policies.base import RowRanges
 
 
 def read(
@@ -21,7 +21,7 @@ def read(
     values: Mapping[str, Tensor] | None,
     size: int,
     dtype: torch.dtype,
-    rows: Rows,
+    rows: RowRanges,
     to: Tensor,
     room: int,
     mean: Tensor | None = None,

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcap.kernels.arguments import Pins, strides
 from kvcap.kernels.device import power_of_two
 from kvcap.kernels.launch import run
-from kvcap.policies.base import HeadBudget, Rows, evenly
+from kvcap.policies.base import HeadBudget, RowRanges, evenly
 from kvcap.policies.base.eviction import LOWEST
 
 MOST_HEADS = 64
@@ -37,7 +37,7 @@ def by_split(
     scores: Tensor,
     positions: Tensor,
     pins: Pins,
-    rows: Rows,
+    rows: RowRanges,
     row_pins: Tensor,
     targets: Tensor,
     average: int,
@@ -65,7 +65,7 @@ def as_adakv(
     scores: Tensor,
     positions: Tensor,
     pins: Pins,
-    rows: Rows,
+    rows: RowRanges,
     row_pins: Tensor,
     targets: Tensor,
     average: int,

@@ -18,7 +18,7 @@ from kvcap.kernels.device import multiprocessors, on_gpu, power_of_two
 from kvcap.kernels.launch import empty, launch, run
 from kvcap.kernels.token import REGISTERS
 from kvcap.kernels.turn_triton import halves, turned_by
-from kvcap.policies.base import Rows
+from kvcap.policies.base import RowRanges
 
 MOST_FEW = 2**17  # with fewer rows of keys than this, shorter programs are faster
 EPSILON = tl.constexpr(1e-8)  # epsilon of torch's cosine_similarity
@@ -166,7 +166,7 @@ def _cosine_turned(
 
 
 def scores_turned(
-    keys: Tensor, shift: Tensor, table: Tensor, key_sums: Tensor, rows: Rows | None = None
+    keys: Tensor, shift: Tensor, table: Tensor, key_sums: Tensor, rows: RowRanges | None = None
 ) -> Tensor:
     """Return `scores` [B, K, n] float32 of keys that are rotated back as they are read.
 
@@ -215,7 +215,7 @@ def scores(
     *,
     unit: bool = False,
     key_sums: Tensor | None = None,
-    rows: Rows | None = None,
+    rows: RowRanges | None = None,
 ) -> Tensor:
     """Return `-cos(k_j, μ)` [B, K, n] float32, with `μ` the mean of the keys (KeyDiff, Eq. 8).
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvcap.kernels import pool
 from kvcap.kernels.device import power_of_two
 from kvcap.kernels.launch import run
-from kvcap.policies.base import Rows
+from kvcap.policies.base import RowRanges
 from kvcap.policies.lagkv import LagKV
 
 MOST_LAG = 128  # most tokens of a partition, as a program holds all its numbers at once
@@ -24,7 +24,7 @@ def covers(policy: LagKV) -> bool:
     return policy.sinks == 0 and policy.lag <= MOST_LAG
 
 
-def scores(keys: Tensor, values: Tensor, positions: Tensor, rows: Rows, lag: int) -> Tensor:
+def scores(keys: Tensor, values: Tensor, positions: Tensor, rows: RowRanges, lag: int) -> Tensor:
     """Score the slots of rows as `LagKV.score` does.
 
     Args:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvcap.kernels.arguments import strides
 from kvcap.kernels.device import power_of_two
 from kvcap.kernels.launch import run
-from kvcap.policies.base import Rows
+from kvcap.policies.base import RowRanges
 
 MOST_STATE = 2  # most tensors of a policy's state, with one number per slot
 SIDES = ("key_scale", "key_low", "value_scale", "value_low")
@@ -26,7 +26,7 @@ def append(
     values: Tensor,
     positions: Tensor,
     slots: Mapping[str, Tensor],
-    rows: Rows,
+    rows: RowRanges,
     mean: Tensor | None = None,
     turn: tuple[Tensor, Tensor] | None = None,
     count: Tensor | None = None,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvcap.kernels.device import overlapping, power_of_two
 from kvcap.kernels.launch import run
-from kvcap.policies.base import Rows
+from kvcap.policies.base import RowRanges
 
 BLOCK = 32  # slots that a program rotates
 
@@ -29,7 +29,7 @@ def rotate_back(x: Tensor, shift: Tensor, table: Tensor, *, interleaved: bool = 
 
 
 def rotate_rows(
-    x: Tensor, shift: Tensor, table: Tensor, rows: Rows, *, interleaved: bool = False
+    x: Tensor, shift: Tensor, table: Tensor, rows: RowRanges, *, interleaved: bool = False
 ) -> Tensor:
     """Rotate back the slots in use of some rows of a pool, into a copy [rows · longest, D].
 
@@ -53,7 +53,7 @@ def _rotate(
     table: Tensor,
     out: Tensor,
     interleaved: bool,
-    rows: Rows | None = None,
+    rows: RowRanges | None = None,
 ) -> None:
     """Launch the kernel, which writes `out`."""
     from kvcap.kernels.rotate_triton import rotate

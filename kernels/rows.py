@@ -21,7 +21,7 @@ from kvcap.kernels.arguments import MOST_SPANS, Pins, Spans, aux, strides
 from kvcap.kernels.device import INTEGERS, able, bits, power_of_two
 from kvcap.kernels.launch import empty, run
 from kvcap.kernels.rotate import rotate_rows
-from kvcap.policies.base import Rows
+from kvcap.policies.base import RowRanges
 
 MOST_AT_ONCE = 8192  # most slots of a row that a program holds in registers
 MOST_COPIED = 64 << 20  # most bytes of keys and values that are copied at once
@@ -33,7 +33,7 @@ class Pool(NamedTuple):
 
     buffers: Sequence[Tensor]  # [slots, D] keys and values, [slots] int32 positions and others
     shift: Tensor | None  # the buffer of shifts, [slots] int32
-    rows: Rows  # first slot and length of each row
+    rows: RowRanges  # first slot and length of each row
     pins: Tensor  # [B·K, 2] int32, how many first and how many newest tokens of each row stay
     targets: Tensor  # [B·K] int32, slots that each row may have
 
@@ -73,7 +73,7 @@ def covers(buffers: Sequence[Tensor], spans: Spans = ()) -> bool:
     return able(buffers[0]) and alike and contiguous and len(spans) <= MOST_SPANS
 
 
-def padded_positions(positions: Tensor, rows: Rows, batch: int) -> Tensor:
+def padded_positions(positions: Tensor, rows: RowRanges, batch: int) -> Tensor:
     """Copy positions [slots] to [B, K, longest], with numbers above all of them behind a row."""
     from kvcap.kernels.rows_triton import copy_positions
 
@@ -94,7 +94,7 @@ def padded_positions(positions: Tensor, rows: Rows, batch: int) -> Tensor:
     return out
 
 
-def padded(x: Tensor, rows: Rows, batch: int) -> Tensor:
+def padded(x: Tensor, rows: RowRanges, batch: int) -> Tensor:
     """Copy numbers of slots [slots] to [B, K, longest], with 0 behind a row's slots."""
     from kvcap.kernels.rows_triton import copy_rows
 
@@ -150,7 +150,7 @@ def weigh(scores: Tensor, positions: Tensor, regions: Tensor) -> Tensor:
 
 def copied(
     x: Tensor,
-    rows: Rows,
+    rows: RowRanges,
     shift: Tensor | None = None,
     table: Tensor | None = None,
     *,
@@ -188,7 +188,7 @@ def copied(
     return out
 
 
-def put(new: Tensor, x: Tensor, rows: Rows, before: Tensor | None = None) -> None:
+def put(new: Tensor, x: Tensor, rows: RowRanges, before: Tensor | None = None) -> None:
     """Write one number per slot into `x`: for all slots of each row, or for those behind `before`.
 
     Args:

@@ -18,7 +18,7 @@ from kvcap.kernels import append, decode
 from kvcap.kernels.arguments import aux, strides
 from kvcap.kernels.device import on_gpu, overlapping, power_of_two, target
 from kvcap.kernels.launch import run
-from kvcap.policies.base import Rows
+from kvcap.policies.base import RowRanges
 
 MOST_GROUP = 16
 ROOMY = 224 * 1024  # bytes of shared memory for two programs with five stages, 105 KiB each
@@ -73,7 +73,7 @@ def attend(
     buffers: Sequence[Tensor],
     scaling: float,
     turn: tuple[Tensor, Tensor] | None,
-    rows: Rows,
+    rows: RowRanges,
     summed: bool = False,
     read_at: Tensor | None = None,
     *,

@@ -33,7 +33,7 @@ from kvcap.kernels.arguments import Pins
 from kvcap.lab.bench.gpu import require_cuda
 from kvcap.lab.bench.kernels import read_bandwidth, timed
 from kvcap.policies import Eviction, Observation
-from kvcap.policies.base import Logits, Rows, pool_in_time
+from kvcap.policies.base import Logits, RowRanges, pool_in_time
 from kvcap.policies.keydiff import KeyDiff
 from kvcap.runtime.attention.functions import attend_rows
 from kvcap.runtime.cache.pool import Segment, SlotPool
@@ -174,12 +174,12 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=DTYPE)
 
 
-def _rows(slots: int, room: int) -> Rows:
+def _rows(slots: int, room: int) -> RowRanges:
     """Make rows for heads that hold `slots` each, with `room` for more behind them."""
     new = partial(torch.full, dtype=torch.int32, device="cuda")
     starts = torch.arange(KV_HEADS + 1, dtype=torch.int32, device="cuda") * (slots + room)
     longest = -(-slots // STEP) * STEP + ALIGNED
-    return Rows(starts, new((KV_HEADS,), slots), longest)
+    return RowRanges(starts, new((KV_HEADS,), slots), longest)
 
 
 class _Attention:

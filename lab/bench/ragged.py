@@ -22,7 +22,7 @@ from kvcap.evals.measure import percentiles, seconds
 from kvcap.evals.reports import device_name
 from kvcap.kernels import decode
 from kvcap.kernels.choice import ready
-from kvcap.policies.base import Logits, Rows
+from kvcap.policies.base import Logits, RowRanges
 from kvcap.runtime.attention.functions import attend, attend_rows
 from kvcap.runtime.cache.pool import Segment, SlotPool
 
@@ -96,13 +96,13 @@ def _measure(
     return rows
 
 
-def rows_of(segments: list[Segment]) -> Rows:
+def rows_of(segments: list[Segment]) -> RowRanges:
     """Return first slots and lengths of the heads, for kernels."""
     starts = [*(s.start for s in segments), segments[-1].start + segments[-1].slots]
     held = [s.held for s in segments]
     device = segments[0].pool.keys.device
     where, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, held))
-    return Rows(where, lengths, max(held))
+    return RowRanges(where, lengths, max(held))
 
 
 def _segments(

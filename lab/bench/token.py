@@ -27,7 +27,7 @@ from kvcap.kernels.arguments import Pins
 from kvcap.lab.bench.gpu import require_cuda
 from kvcap.lab.bench.kernels import ROTATED, read_bandwidth, replayed, triton_version
 from kvcap.policies import Observation
-from kvcap.policies.base import Rows
+from kvcap.policies.base import RowRanges
 from kvcap.policies.keydiff import KeyDiff
 from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool
 from kvcap.runtime.cache.row_table import ALIGNED, STEP
@@ -115,7 +115,7 @@ class Layer:
         starts = torch.arange(count + 1, dtype=torch.int32, device=device) * (slots + SPARE)
         held = torch.full((count,), slots, dtype=torch.int32, device=device)
         longest = -(-slots // STEP) * STEP + ALIGNED
-        self.rows, after = Rows(starts, held, longest), Rows(starts, held + 1, longest)
+        self.rows, after = RowRanges(starts, held, longest), RowRanges(starts, held + 1, longest)
         none = torch.zeros(count, 2, dtype=torch.int32, device=device)
         self.moved = row_kernels.Pool(pool.buffers(), pool.aux[SHIFT], after, none, held)
         self.left = torch.empty_like(held)

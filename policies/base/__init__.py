@@ -15,7 +15,7 @@ from kvcap.policies.base.eviction import Eviction
 from kvcap.policies.base.hashing import hashed, sign_sketch
 from kvcap.policies.base.leverage import leverage
 from kvcap.policies.base.logits import Logits
-from kvcap.policies.base.observation import Expansion, Observation, Rows
+from kvcap.policies.base.observation import Expansion, Observation, RowRanges
 from kvcap.policies.base.policy import Group, Policy, WindowPolicy, over_group, pool_in_time
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "PolicyError",
     "Preset",
     "Rescorer",
-    "Rows",
+    "RowRanges",
     "Saliency",
     "WindowPolicy",
     "apportion",

@@ -52,7 +52,7 @@ class Expansion(NamedTuple):
         return torch.matmul(latents, self.values.to(latents.dtype).mT)
 
 
-class Rows(NamedTuple):
+class RowRanges(NamedTuple):
     """A table of places in a pool, side by side, where heads of unequally many slots lie."""
 
     starts: Tensor  # [B·K or one more] int32, the first slot of each, and where the last ends
@@ -83,7 +83,7 @@ class Observation:
     output_projection: Tensor | None = None  # [K, G, D, hidden], W_O by query head
     saliency: Weigher | None = None  # replaces the attention weights, see `weight`
     expansion: Expansion | None = None  # of slots that hold latents (MLA)
-    rows: Rows | None = None
+    rows: RowRanges | None = None
     """Says where unequal heads lie, if kernels score them.
 
     Keys and values are [B, K, slots, D] views of a pool then, state is [slots], and positions are

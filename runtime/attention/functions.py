@@ -16,7 +16,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvcap.kernels import decode, token
 from kvcap.kernels.choice import ready
-from kvcap.policies.base import Logits, Rows
+from kvcap.policies.base import Logits, RowRanges
 from kvcap.runtime.attention.masks import attention_mask
 from kvcap.runtime.attention.uncompiled import uncompiled
 from kvcap.runtime.errors import UnsupportedModel
@@ -137,7 +137,7 @@ def takes_token(
     key: Tensor,
     value: Tensor,
     buffers: Sequence[Tensor],
-    rows: Rows,
+    rows: RowRanges,
     *,
     turned: bool,
 ) -> bool:
@@ -155,7 +155,7 @@ def attend_rows(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    rows: Rows,
+    rows: RowRanges,
     logits: Logits,
 ) -> Tensor:
     """Attend causally with heads that may hold unequally many tokens, in one launch.

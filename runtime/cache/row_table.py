@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcap.policies.base import Rows
+from kvcap.policies.base import RowRanges
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.pool import Segment
 from kvcap.runtime.cache.regions import MOST_WEIGHED, Region
@@ -34,12 +34,12 @@ class LayerScores:
     seen: int | Tensor  # tokens read, the block's included
 
 
-class LayerRows(NamedTuple):
+class LayerRowPass(NamedTuple):
     """A description of one layer's rows, while it reads a block."""
 
-    before: Rows  # as they are before the block is appended
-    after: Rows  # with the block, before any is evicted
-    shown: Rows  # with the block's fillers, too, which attention reads before they are dropped
+    before: RowRanges  # as they are before the block is appended
+    after: RowRanges  # with the block, before any is evicted
+    shown: RowRanges  # with the block's fillers, too, which attention reads before they are dropped
     held: Tensor  # [B·K] int32, slots of each: is written when some are evicted
     targets: Tensor  # [B·K] int32, the slots that each may have
     pins: Tensor  # [B·K, 2] int32, how many first and how many newest tokens of each stay
@@ -257,7 +257,7 @@ class RowPass:
         """Return the position of the first token: [B, 1] at compact positions, else `seen`."""
         return seen if self.read_at is None else self.read_at[:, None]
 
-    def of(self, index: int, length: int, alone: bool) -> LayerRows:
+    def of(self, index: int, length: int, alone: bool) -> LayerRowPass:
         """Return a layer's rows for a block of `length` tokens.
 
         Args:
@@ -271,8 +271,8 @@ class RowPass:
             after, shown = self.after(length)[index], self._with(length)[index]
         else:
             after = shown = held + length
-        before, rows, all_rows = (Rows(starts, x, self.most) for x in (held, after, shown))
-        return LayerRows(
+        before, rows, all_rows = (RowRanges(starts, x, self.most) for x in (held, after, shown))
+        return LayerRowPass(
             before,
             rows,
             all_rows,

@@ -242,7 +242,7 @@ class PendingBlock:
     shown: Any = None
     """Holds the keys and values that its own layer attended to, for others; of `EagerSlots`."""
     rows: Any = None
-    """Holds the layer's `LayerRows`; `RowSlots` uses it."""
+    """Holds the layer's `LayerRowPass`; `RowSlots` uses it."""
     turn: Tensor | None = None
     """Says by how far each row rotates it back, [B, K] int32; `RowSlots` uses it."""
     new_values: Tensor | None = None

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from kvcap.runtime.errors import UnsupportedModel, first_line
 from kvcap.runtime.models.formats import matrix_of
-from kvcap.runtime.models.packed_matrix import TILE, WIDTH, PackedMatrix, Rows
+from kvcap.runtime.models.packed_matrix import TILE, WIDTH, PackedMatrix, RowReader
 from kvcap.runtime.models.quantised import is_plain, quantisation
 
 UNPACKED = ("kv_b_proj", "gate", "router", "classifier", "shared_expert_gate")
@@ -65,7 +65,7 @@ class PackedEmbedding(nn.Module):
         return rows if scale is None else rows * scale
 
 
-def pack(model: nn.Module, kind: str, rows_of: Callable[[str], Rows] | None = None) -> None:
+def pack(model: nn.Module, kind: str, rows_of: Callable[[str], RowReader] | None = None) -> None:
     """Put packed matrices in the place of a model's linear layers and embeddings.
 
     Those that share a weight share its matrix; a weight is let go of as soon as it is rounded.
@@ -172,5 +172,5 @@ def _embedding_scale(module: nn.Module) -> Tensor | float | None:
     return scale
 
 
-def _slices(weight: Tensor) -> Rows:
+def _slices(weight: Tensor) -> RowReader:
     return lambda start, stop: weight[start:stop]

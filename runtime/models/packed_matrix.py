@@ -21,7 +21,7 @@ WIDTH = 32  # numbers that a product reads at once
 ROUNDED = 1 << 20  # weights that are rounded at once, each of which takes some 28 bytes meanwhile
 SPREAD = 1 << 21  # and that are spread to 8 bits at once, of 3 bytes
 
-Rows = Callable[[int, int], Tensor]  # of a matrix, from one row to another
+RowReader = Callable[[int, int], Tensor]  # of a matrix, from one row to another
 
 
 class PackedMatrix(nn.Module):
@@ -46,7 +46,7 @@ class PackedMatrix(nn.Module):
         """Allocate all that is held."""
         raise NotImplementedError
 
-    def fill(self, rows: Rows) -> None:
+    def fill(self, rows: RowReader) -> None:
         """Round all weights, piece by piece."""
         raise NotImplementedError
 

@@ -8,7 +8,7 @@ from interpreted import DEVICE, pytestmark  # noqa: F401
 from twins import DTYPES
 
 from kvcap.kernels import append
-from kvcap.policies.base import Rows
+from kvcap.policies.base import RowRanges
 from kvcap.runtime.cache.pool import Segment, SlotPool
 
 SIDE = {"shift": torch.int32, "a": torch.float32, "b": torch.bool, "c": torch.float16}
@@ -44,7 +44,7 @@ def test_memory_is_the_eager_codes(held, length, size, side, dtype, batch):
         assert segment.positions[0, 0, -1] == 99 + length
     starts, lengths = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (starts, held))
     assert append.covers(keys, values, mine.buffers())
-    append.append(keys, values, times, mine.buffers(), Rows(starts, lengths, 34))
+    append.append(keys, values, times, mine.buffers(), RowRanges(starts, lengths, 34))
     assert all(map(torch.equal, mine.buffers(), its.buffers()))
 
 

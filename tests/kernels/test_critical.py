@@ -11,7 +11,7 @@ from twins import ints, randn
 
 from kvcap import kernels
 from kvcap.kernels.arguments import Pins
-from kvcap.policies.base import Observation, Rows
+from kvcap.policies.base import Observation, RowRanges
 from kvcap.policies.rescorers.criticalkv import CriticalKV
 
 
@@ -53,7 +53,7 @@ def test_rescored_as_by_its_own_code(batch, heads, slots, budget, pins, spans, a
     count = batch * heads  # rows of a pool, the last one first
     starts = ints([slots * (count - 1 - i) for i in range(count)])
     norm = obs.state["output_norm"].flatten(0, 1).flip(0).flatten()
-    rows = Rows(starts, ints([slots] * count), slots)
+    rows = RowRanges(starts, ints([slots] * count), slots)
     found = kernels.rescore(
         rescorer,
         scores,

@@ -9,7 +9,7 @@ from interpreted import DEVICE, pytestmark  # noqa: F401
 from kvcap import kernels
 from kvcap.kernels import division
 from kvcap.kernels.arguments import Pins
-from kvcap.policies.base import Rows
+from kvcap.policies.base import RowRanges
 from kvcap.policies.budgets.adakv import AdaKV
 
 SEEN = 9000
@@ -33,7 +33,7 @@ def layer(batch, heads, longest, average, *, ties=0, due=True, seed=0):
     starts = torch.arange(batch * heads + 1) * room + 11
     row_pins = torch.randint(0, 4, (batch * heads, 2), generator=g)
     numbers = [x.int().to(DEVICE) for x in (starts, lengths, row_pins, targets)]
-    rows = Rows(numbers[0], numbers[1], longest)
+    rows = RowRanges(numbers[0], numbers[1], longest)
     return scores.to(DEVICE), positions.to(DEVICE), rows, numbers[2], numbers[3], average, block
 
 
@@ -76,7 +76,16 @@ def test_a_token_that_is_worth_as_much_in_all_heads_stays_in_the_first():
     positions = torch.arange(8, device=DEVICE).int().expand(1, 3, 8).contiguous()
     starts, lengths = (torch.tensor(x, device=DEVICE).int() for x in ([0, 9, 18, 27], [8, 8, 8]))
     targets, pins = lengths - 1, torch.zeros(3, 2, device=DEVICE).int()
-    given = scores, positions, Pins(0, 0, SEEN, ()), Rows(starts, lengths, 8), pins, targets, 6, 3
+    given = (
+        scores,
+        positions,
+        Pins(0, 0, SEEN, ()),
+        RowRanges(starts, lengths, 8),
+        pins,
+        targets,
+        6,
+        3,
+    )
     with kernels.use("triton"):
         found = kernels.divide(AdaKV(safeguard=0.0), *given)
     assert found.kept.tolist() == division.by_split(AdaKV(safeguard=0.0), *given).kept.tolist()

@@ -12,7 +12,7 @@ import torch
 from interpreted import DEVICE, pytestmark  # noqa: F401
 
 from kvcap.kernels import dequantise, quantise
-from kvcap.policies.base import Rows
+from kvcap.policies.base import RowRanges
 from kvcap.runtime.cache.formats import CHOICES
 from kvcap.runtime.cache.pool import SHIFT, SlotPool
 from kvcap.runtime.cache.slot_format import SlotFormat
@@ -46,7 +46,7 @@ class Pool:
             buffer.fill_(1)
         starts = 4 + ROOM * torch.arange(BATCH * HEADS + 1, dtype=torch.int32)
         held = torch.tensor(lengths, dtype=torch.int32)
-        self.rows = Rows(starts.to(DEVICE), held.to(DEVICE), 32)
+        self.rows = RowRanges(starts.to(DEVICE), held.to(DEVICE), 32)
         self.mean = torch.full((BATCH, HEADS, size), 0.5, device=DEVICE) if centred else None
         self.rotation = None
         if rotated:

@@ -14,7 +14,7 @@ import kvcap
 from kvcap import kernels
 from kvcap.kernels import keydiff, lagkv, rows, window
 from kvcap.kernels.arguments import Pins
-from kvcap.policies.base import Observation, Rows
+from kvcap.policies.base import Observation, RowRanges
 from kvcap.policies.base.eviction import LOWEST, by_tier
 from kvcap.policies.base.order import lowest
 from kvcap.policies.keydiff import KeyDiff
@@ -62,7 +62,7 @@ class Layer:
             segment.aux("shift").copy_(segment.positions % 5)
             self.segments.append(segment)
         self.longest = max(room) + 3
-        self.rows = Rows(ints(self.starts), ints(lengths), self.longest)
+        self.rows = RowRanges(ints(self.starts), ints(lengths), self.longest)
         self.scores = randn(1, len(lengths), self.longest, seed=seed + 50)
         if ties:
             self.scores = self.scores.round()
@@ -145,7 +145,7 @@ def test_rows_of_other_layers_in_the_pool_stay_where_they_are():
     expected, starts = [layer.expected(k) for k in range(2)], layer.starts
     others = [x[starts[2] :].clone() for x in layer.pool.buffers()]
     these = layer.moved()._replace(
-        rows=Rows(ints(starts[:3]), ints(layer.lengths[:2]), layer.longest),
+        rows=RowRanges(ints(starts[:3]), ints(layer.lengths[:2]), layer.longest),
         pins=ints(layer.pins[:2]),
         targets=ints(layer.targets[:2]),
     )

@@ -9,7 +9,7 @@ from interpreted import DEVICE, pytestmark  # noqa: F401
 from tools import runtime_of
 
 from kvcap import kernels
-from kvcap.runtime.backends.pytorch.batch import SessionRows
+from kvcap.runtime.backends.pytorch.batch import SharedCache
 from kvcap.runtime.session.batch import Answer
 from kvcap.runtime.session.decoding import Step
 
@@ -119,7 +119,7 @@ def test_sessions_of_fewer_bits_are_read_together(kind, policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_sessions_that_fill_are_read_with_full_ones(policy):
     rows = check(policy)
-    assert isinstance(rows, SessionRows)
+    assert isinstance(rows, SharedCache)
     if DEVICE == "cuda":  # by one graph
         assert {kind.batch for kind in rows.loop.graphs.captured} == {3}
         assert len(rows.loop.graphs.captured) == 1

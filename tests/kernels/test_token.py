@@ -11,7 +11,7 @@ from torch import Tensor
 from twins import DTYPES, assert_as_near
 
 from kvcap.kernels import decode, token
-from kvcap.policies.base import Rows
+from kvcap.policies.base import RowRanges
 from kvcap.runtime.cache.pool import Segment, SlotPool
 from kvcap.runtime.models.rope import Rotation, rotate, table_dtype
 
@@ -83,12 +83,12 @@ class Inputs:
             self.pool.aux["shift"].fill_(2**30)
             self.segment.aux("shift").copy_(shift)
 
-    def rows(self, lengths: Tensor | int | None = None) -> Rows:
+    def rows(self, lengths: Tensor | int | None = None) -> RowRanges:
         """Return where heads lie, each of which has so many slots in use."""
         c, capacity = self.case, self.segment.capacity
         starts = torch.arange(c.batch * c.kv_heads, dtype=torch.int32, device=DEVICE) * capacity
         lengths = c.slots if lengths is None else lengths
-        return Rows(starts, torch.zeros_like(starts) + lengths, max(1, c.slots))
+        return RowRanges(starts, torch.zeros_like(starts) + lengths, max(1, c.slots))
 
     def attend(self, **changed) -> tuple[Tensor, Tensor, Tensor | None]:
         buffers = self.pool.buffers()

@@ -9,7 +9,7 @@ from observations import observe
 from kvcap import kernels
 from kvcap.kernels import choice
 from kvcap.policies import load_policy
-from kvcap.policies.base import Logits, Rows
+from kvcap.policies.base import Logits, RowRanges
 from kvcap.runtime.attention.functions import attend, attend_rows, takes_slots
 from kvcap.runtime.errors import UnsupportedModel
 
@@ -26,4 +26,4 @@ def test_kernels_leave_or_refuse_what_they_do_not_know(monkeypatch):
         torch.testing.assert_close(attend(*given, obs.rule), expected)
         torch.testing.assert_close(kernels.score(policy, obs), policy.score(obs))
         with pytest.raises(UnsupportedModel, match=r"not know softcap.*KVCAP_KERNELS=eager"):
-            attend_rows(*given, Rows(obs.positions, obs.positions, 0), obs.rule)
+            attend_rows(*given, RowRanges(obs.positions, obs.positions, 0), obs.rule)

@@ -19,7 +19,7 @@ from tools import PATIENCE
 
 import kvcap
 from kvcap.runtime.backends.pytorch import batch as batches
-from kvcap.runtime.backends.pytorch.batch import SessionRows
+from kvcap.runtime.backends.pytorch.batch import SharedCache
 from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.recall.store import PassageStore
 from kvcap.serve.contract import Ask
@@ -201,15 +201,15 @@ def test_an_answer_with_recalled_text_beside_others_is_as_alone(
     tmp_path: Path, every: int, rows: bool, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for its end: all are read in one pass, on a GPU in rows of one cache."""
-    init = SessionRows.__init__
+    init = SharedCache.__init__
     monkeypatch.setattr(batches, "passes_on", lambda _: not rows)
     monkeypatch.setattr(batches, "reads_rows", lambda _: rows)
 
-    def made(self: SessionRows, *args: Any) -> None:
+    def made(self: SharedCache, *args: Any) -> None:
         init(self, *args)
         self.asynchronous = ahead  # as on a GPU, where a pass begins before the last one is told
 
-    monkeypatch.setattr(SessionRows, "__init__", made)
+    monkeypatch.setattr(SharedCache, "__init__", made)
     runtime = load(tmp_path, evict_every=every)
     facts = [FACT.format(7000 + number) for number in range(4)]
     asked = [QUESTION, filler("long", 120), QUESTION, filler("more", 60)]

@@ -69,7 +69,7 @@ class Lease:
         return moved([*self.cache.regions.weighed, *pins], self.first, self.ahead)
 
 
-class SessionRows:
+class SharedCache:
     """A cache for several sessions, each of which has a row of its slots.
 
     Positions of slots count the tokens read before them. All rows share one counter, so that the
@@ -281,7 +281,7 @@ def pins_of(cache: BudgetCache) -> list[tuple[int, int]]:
     return [policy.pins(segment) for policy, segment in every if segment.row == 0]
 
 
-def shared_rows(runtime: Any, size: int) -> tuple[SessionRows | SharedPass | None, str | None]:
+def shared_rows(runtime: Any, size: int) -> tuple[SharedCache | SharedPass | None, str | None]:
     """Return an object that reads a token of so many sessions at once, or None and the reason.
 
     On a CPU it runs passes over the sessions' own caches, elsewhere over rows of one cache. Without
@@ -299,7 +299,7 @@ def shared_rows(runtime: Any, size: int) -> tuple[SessionRows | SharedPass | Non
     cache = runtime.new_cache(size, positions=positions)
     if not reads_rows(cache):
         return None, f"no kernels cover policy {cache.eviction.name!r} over rows"
-    return SessionRows(runtime.model, cache, size), None
+    return SharedCache(runtime.model, cache, size), None
 
 
 def _of_rows(settings: CacheSettings) -> CacheSettings:

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from kvcap import dtypes
 from kvcap.policies import PINS, Eviction, load_policy, policies
 from kvcap.runtime.backends.pytorch import snapshot
-from kvcap.runtime.backends.pytorch.batch import SessionRows, shared_rows
+from kvcap.runtime.backends.pytorch.batch import SharedCache, shared_rows
 from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.sampler import Sampler
@@ -281,7 +281,7 @@ class Runtime:
         """
         return Batch(self, size)
 
-    def shared_rows(self, size: int) -> tuple[SessionRows | SharedPass | None, str | None]:
+    def shared_rows(self, size: int) -> tuple[SharedCache | SharedPass | None, str | None]:
         """Return what reads a token of so many sessions at once, or None and the reason."""
         return shared_rows(self, size)
 

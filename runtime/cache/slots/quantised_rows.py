@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from kvcap.kernels import dequantise, quantise
-from kvcap.policies.base import Rows
+from kvcap.policies.base import RowRanges
 from kvcap.runtime.cache.pool import SHIFT
-from kvcap.runtime.cache.row_table import LayerRows
+from kvcap.runtime.cache.row_table import LayerRowPass
 from kvcap.runtime.cache.slots.quantised import QuantisedKeys
 from kvcap.runtime.cache.slots.rows import RowSlots
 from kvcap.runtime.cache.step import PendingBlock
@@ -48,7 +48,9 @@ class QuantisedRowSlots(QuantisedKeys, RowSlots):
         numbers.dequantise(numbers.quantise(out), out, None)
         return out.to(values.dtype)
 
-    def _held_keys(self, rows: LayerRows, values: bool = True) -> tuple[Tensor, Tensor, Rows]:
+    def _held_keys(
+        self, rows: LayerRowPass, values: bool = True
+    ) -> tuple[Tensor, Tensor, RowRanges]:
         pool, rotation, mean = self.pool, self.positions.rotation, self.mean
         # By themselves rows lie in the copy as in their pool.
         to, room = rows.shown.starts, pool.slots

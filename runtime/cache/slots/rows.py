@@ -20,12 +20,12 @@ from kvcap.kernels.arguments import MOST_SPANS, Pins
 from kvcap.kernels.choice import ready
 from kvcap.kernels.division import Division
 from kvcap.policies import Observation, Policy
-from kvcap.policies.base import Rows
+from kvcap.policies.base import RowRanges
 from kvcap.runtime.attention.functions import attend_rows, takes_token
 from kvcap.runtime.cache.layer_balance import LayerBalance, Shares
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.cache.pool import SHIFT, SlotPool
-from kvcap.runtime.cache.row_table import LayerRows, LayerScores, RowPass
+from kvcap.runtime.cache.row_table import LayerRowPass, LayerScores, RowPass
 from kvcap.runtime.cache.slots.base import LayerMemory, SlotEngine
 from kvcap.runtime.cache.slots.policy import AttentionCall, LayerPolicy
 from kvcap.runtime.cache.step import PendingBlock
@@ -61,11 +61,11 @@ class RowStep:
 
     tokens: int  # read so far, the block's included
     length: int  # of the block
-    rows: LayerRows
+    rows: LayerRowPass
     query: Tensor  # [B, H, T, D], where the tokens count
     keys: Tensor  # [slots, D], the pool's, or a copy, where the tokens count
     values: Tensor  # [slots, D] likewise
-    shown: Rows  # where rows lie among these keys and values
+    shown: RowRanges  # where rows lie among these keys and values
     new_values: Tensor  # [B, K, T, D], the block's
     call: AttentionCall
     token_counter: Tensor | None = None  # `tokens` on the device [], inside a CUDA graph
@@ -113,7 +113,7 @@ class RowSlots(SlotEngine):
         append.append(keys, values, token_index, self.moving, block.rows.before)
         return values
 
-    def _rows_of(self, block: PendingBlock) -> LayerRows:
+    def _rows_of(self, block: PendingBlock) -> LayerRowPass:
         """Find where the rows lie to which a block is appended."""
         rows = block.context.rows
         assert rows is not None, "the cache begins a pass with them"
@@ -133,7 +133,7 @@ class RowSlots(SlotEngine):
         past = block.turn[..., None].expand(-1, -1, heads * batch // count)  # [B, K, G]
         return rotation.back(x, past.reshape(batch, heads, 1).expand(-1, -1, length))
 
-    def _at_read_at(self, x: Tensor, rows: LayerRows, rotation: Rotation) -> Tensor:
+    def _at_read_at(self, x: Tensor, rows: LayerRowPass, rotation: Rotation) -> Tensor:
         """Rotate queries or keys [B, H or K, T, D] to the positions that `rows.read_at` says."""
         past = rows.whole.past
         return rotation.back_by(x, rotation.rows((past,))) if past else x
@@ -172,7 +172,9 @@ class RowSlots(SlotEngine):
         self._end(block)
         return out
 
-    def _held_keys(self, rows: LayerRows, values: bool = True) -> tuple[Tensor, Tensor, Rows]:
+    def _held_keys(
+        self, rows: LayerRowPass, values: bool = True
+    ) -> tuple[Tensor, Tensor, RowRanges]:
         """Return keys at their present positions and values, [slots, D], and where rows lie there.
 
         In the pool, or in a copy where other layers share it, then of values only if asked.
@@ -355,7 +357,7 @@ class RowSlots(SlotEngine):
             scores = torch.where(whose[:, None], kernels.score_rows(policy, obs), scores)
         return scores
 
-    def _divide(self, scores: Tensor, pins: Pins, obs: Observation, rows: LayerRows) -> Division:
+    def _divide(self, scores: Tensor, pins: Pins, obs: Observation, rows: LayerRowPass) -> Division:
         """Share the layer's slots out among its heads, if any is to evict some.
 
         On the device alone, which evicts down to `rows.targets` then.
@@ -442,7 +444,7 @@ def evict_together(rows: RowPass) -> None:
 
     begin, ends = before[0, :1], each(shares.budgets + block).cumsum(0)
     starts = torch.cat((begin, begin + ends)).int()
-    placed = Rows(before[:, :-1].flatten(), each(lengths), rows.most)
+    placed = RowRanges(before[:, :-1].flatten(), each(lengths), rows.most)
     shift = pool.aux.get(SHIFT)
     moved = row_kernels.Pool(first.moving, shift, placed, table.pins.flatten(0, 1), each(kept))
     left, spans = torch.empty_like(placed.lengths), tuple(first.policy.pinned_spans)

@@ -13,7 +13,7 @@ from kvcap.runtime.models.packed_matrix import (
     ROUNDED,
     TILE,
     PackedMatrix,
-    Rows,
+    RowReader,
     parameter,
     scale_in,
 )
@@ -41,7 +41,7 @@ class Int4Matrix(PackedMatrix):
         self.row = parameter((held,), dtype, device)
 
     @torch.no_grad()
-    def fill(self, rows: Rows) -> None:
+    def fill(self, rows: RowReader) -> None:
         """Round all weights, piece by piece."""
         for start, stop in self.pieces(ROUNDED):
             weight = rows(start, stop).float()

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvcap.runtime.models.packed_matrix import ROUNDED, PackedMatrix, Rows, parameter, scale_in
+from kvcap.runtime.models.packed_matrix import ROUNDED, PackedMatrix, RowReader, parameter, scale_in
 from kvcap.runtime.models.rounding import Rounding
 
 
@@ -24,7 +24,7 @@ class Int8Matrix(PackedMatrix):
         self.scale = parameter((self.rows,), dtype, device)
 
     @torch.no_grad()
-    def fill(self, rows: Rows) -> None:
+    def fill(self, rows: RowReader) -> None:
         """Round all weights, piece by piece."""
         for start, stop in self.pieces(ROUNDED):
             part = slice(start, stop)

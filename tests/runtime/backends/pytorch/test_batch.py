@@ -19,7 +19,7 @@ from tools import pocket_runtime as runtime_of
 
 import kvcap
 from kvcap.runtime.backends.pytorch import batch as shared_rows
-from kvcap.runtime.backends.pytorch.batch import SessionRows
+from kvcap.runtime.backends.pytorch.batch import SharedCache
 from kvcap.runtime.errors import PlanInfeasible
 from kvcap.runtime.session.batch import Answer
 from kvcap.runtime.session.session import Session
@@ -58,26 +58,26 @@ def pair(
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Filled with the slots in use of every session of each shared pass."""
-    found, begin = list[list[int]](), SessionRows.begin
+    found, begin = list[list[int]](), SharedCache.begin
 
-    def noting(self: SessionRows, answers: list[Answer], tokens: list[int]) -> Any:
+    def noting(self: SharedCache, answers: list[Answer], tokens: list[int]) -> Any:
         found.append([answer.session.loop.cache.held for answer in answers])
         return begin(self, answers, tokens)
 
-    monkeypatch.setattr(SessionRows, "begin", noting)
+    monkeypatch.setattr(SharedCache, "begin", noting)
     return found
 
 
 @pytest.fixture(params=[False, True], ids=["", "ahead"], autouse=True)
 def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether passes begin before what came of the one before is told, as on a GPU."""
-    init = SessionRows.__init__
+    init = SharedCache.__init__
 
-    def made(self: SessionRows, *args: Any) -> None:
+    def made(self: SharedCache, *args: Any) -> None:
         init(self, *args)
         self.asynchronous = request.param
 
-    monkeypatch.setattr(SessionRows, "__init__", made)
+    monkeypatch.setattr(SharedCache, "__init__", made)
     # As on a GPU, but that rows are read one after the other.
     monkeypatch.setattr(shared_rows, "passes_on", lambda _: False)
     monkeypatch.setattr(shared_rows, "reads_rows", lambda _: True)
@@ -155,7 +155,7 @@ def test_a_session_that_fills_leaves_and_comes_back(tmp_path: Any) -> None:
     alone, sessions = pair(runtime, texts, 50, eos_token_id=NEVER)
     expected = ["".join(s.send("Go on.")) for s in alone]
     batch, found = runtime.batch(2), {id(s): "" for s in sessions}
-    assert isinstance(batch._rows, SessionRows)
+    assert isinstance(batch._rows, SharedCache)
 
     def step(times: int) -> None:
         for _ in range(times):
@@ -191,7 +191,7 @@ def test_who_has_not_read_the_sinks_yet_reads_alone(policy: str, pinned: int) ->
     eviction = kvcap.load_policy(policy)
     runtime = runtime_of(eviction if pinned else eviction.plain())
     (session,), batch = begun(runtime, SAID[:1]), runtime.batch(2)
-    assert isinstance(batch._rows, SessionRows)
+    assert isinstance(batch._rows, SharedCache)
     sinks, few = batch._rows.sinks, runtime.session()
     assert sinks == few.cache.sinks == pinned
     few.loop.prefill(torch.tensor([[5] * max(1, sinks)]))
@@ -211,7 +211,7 @@ def test_who_pins_other_sinks_reads_alone() -> None:
     session, batch = runtime.session(), runtime.batch(2)
     session.read_by(runtime.loop_for(kvcap.load_policy("keydiff", sink_tokens=0)))
     session.loop.prefill(torch.tensor([[5] * 9]))
-    assert isinstance(batch._rows, SessionRows)
+    assert isinstance(batch._rows, SharedCache)
     assert not batch._rows.fits(Answer(session, iter(())))  # type: ignore[arg-type]
     session.clear()
     session.loop.prefill(torch.tensor([[5] * 9]))
@@ -309,7 +309,7 @@ def test_ctrl_c_while_a_pass_is_waited_for_loses_no_token(monkeypatch: pytest.Mo
     alone, sessions = begun(runtime, SAID[:2]), begun(runtime, SAID[:2])
     expected = ["".join(s.send("Go on.")) for s in alone]
     batch, left = runtime.batch(2), [5]
-    assert isinstance(batch._rows, SessionRows)
+    assert isinstance(batch._rows, SharedCache)
 
     def interrupted() -> None:
         left[0] -= 1
