@@ -1,7 +1,7 @@
 """Fetches the page's JavaScript libraries, once with npm, and checks them against digests.
 
-`python -m kvcap.android_bench.server.vendor` runs when a checkout is set up. Nothing is fetched
-when the page is served.
+`python -m kvcap.android_bench.server.vendor` runs when a checkout is set up or before a wheel is
+built; the wheel contains the libraries. Nothing is fetched when the page is served.
 """
 
 from __future__ import annotations

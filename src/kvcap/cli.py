@@ -32,6 +32,7 @@ COMMANDS = {  # and groups of commands: the module of each, and its name there
     "policies": "evals.policy_commands.policies",
     "cache": "runtime.cli.cache.cache",
     "export": "export.commands.export",
+    "android": "android_bench.commands.android",
     "demo": "evals.commands.demo_command",
     "tune": "evals.commands.tune_command",
     "bench": "evals.commands.bench_command",
@@ -43,7 +44,6 @@ LAB = {  # those of kvcap's makers, which come with the repository alone
     "report": "lab.commands.report_command",
     "memory": "lab.commands.memory",
     "bench": "lab.commands.bench_command",  # with more benchmarks
-    "android": "android_bench.commands.android",
 }
 SETTINGS: dict[str, dict[str, Any]] = {  # of click's commands
     "lm-eval": {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}

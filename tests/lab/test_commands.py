@@ -28,7 +28,7 @@ def test_a_checkout_has_all_commands_and_benchmarks() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["analyze pocket all", "eval pocket", "report out", "bench kernels", "android plan"]
+    "line", ["analyze pocket all", "eval pocket", "report out", "bench kernels"]
 )
 @pytest.mark.usefixtures("without_lab")
 def test_without_it_they_are_named(line: str, capsys: pytest.CaptureFixture[str]) -> None:
