@@ -1,4 +1,4 @@
-"""Defines the commands that measure, such as `kvcap tune` and `bench`.
+"""Defines the commands that measure, such as `kvcap tune`, `bench` and `memory`.
 
 Imports of torch wait until a command runs. Results go to stdout, everything else to stderr.
 """
@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.exceptions import Exit
 
 from kvcap.evals.arguments import (
     DEVICE,
@@ -25,19 +26,48 @@ from kvcap.evals.arguments import (
     THREADS,
     BenchOptions,
     names_of,
+    note,
+    numbers_of,
     progress_bar,
 )
 from kvcap.runtime.cli import options
 from kvcap.runtime.cli.console import styled
-from kvcap.runtime.cli.declare import argument, option
+from kvcap.runtime.cli.declare import CommandGroup, argument, option
 from kvcap.runtime.types import SlotUse
 
 if TYPE_CHECKING:
     from kvcap.evals.calibrate import Calibration
+    from kvcap.evals.memory import Baseline, Matrix
     from kvcap.evals.quality.demo import Demo, DemoReport, Question
     from kvcap.runtime.session.engine import Engine
 
 ANSWER_SHOWN = 60  # letters of an answer in a table
+BASELINE = Path("memory-baseline.json")
+memory = CommandGroup("Compare memory figures with a baseline.")
+
+BASELINE_FILE: Any = option(
+    BASELINE, "Keep the figures to compare with here.", "--baseline", metavar="FILE"
+)
+BASELINE_MODEL: Any = option(
+    None, "Run this model (the baseline's, or pocket, by default).", metavar="MODEL"
+)
+BASELINE_POLICIES: Any = option(
+    None,
+    "Measure these policies, separated by commas (the baseline's by default).",
+    metavar="NAMES",
+)
+BASELINE_BUDGETS: Any = option(
+    None,
+    "Keep so many slots per KV head: numbers separated by commas, such as 64,256 (the "
+    "baseline's by default).",
+    metavar="SLOTS",
+)
+BASELINE_LENGTHS: Any = option(
+    None,
+    "Read prompts of so many tokens: numbers separated by commas, such as 1024,2048 "
+    "(the baseline's by default).",
+    metavar="TOKENS",
+)
 
 
 def tune_command(
@@ -316,6 +346,63 @@ def calibrate_command(
         print(_heads(calibration))
 
 
+@memory.adds("check")
+def check_command(
+    baseline: Path = BASELINE_FILE,
+    model: str | None = BASELINE_MODEL,
+    policies: str | None = BASELINE_POLICIES,
+    budgets: str | None = BASELINE_BUDGETS,
+    lengths: str | None = BASELINE_LENGTHS,
+    tolerance: float = option(2.0, "Let a peak grow by so many percent.", min=0, metavar="PERCENT"),
+    json: bool = JSON,
+) -> None:
+    """Measure what reading a prompt takes and compare with the baseline; exit 1 where it grew.
+
+    Without options, everything that the baseline holds.
+    """
+    from kvcap.evals.memory import Baseline, regressions, table
+
+    before = Baseline.read(baseline)
+    now = _measured(_matrix(before.matrix, model, policies, budgets, lengths))
+    grown, unlike = regressions(now, before, tolerance / 100)
+    if json:
+        document = {**now.as_dict(), "regressions": grown, "peaks_not_compared": unlike or None}
+        print(jsonlib.dumps(document))
+    else:
+        print(table(now.cells, before))
+        print("\n".join(grown) or f"nothing grew in {len(now.cells)} cells")
+    if unlike:
+        note(f"peaks were not compared: {unlike}")
+    if grown:
+        note(f"{len(grown)} figures grew; where that is meant, run kvcap memory update")
+        raise Exit(1)
+
+
+@memory.adds("update")
+def update_command(
+    baseline: Path = BASELINE_FILE,
+    model: str | None = BASELINE_MODEL,
+    policies: str | None = BASELINE_POLICIES,
+    budgets: str | None = BASELINE_BUDGETS,
+    lengths: str | None = BASELINE_LENGTHS,
+    json: bool = JSON,
+) -> None:
+    """Measure and write the baseline anew; an earlier one is replaced whole or not at all.
+
+    Without options, what the earlier one held.
+    """
+    from kvcap.evals.memory import Baseline, BaselineUnusable, Matrix, table
+
+    try:
+        known = Baseline.read(baseline).matrix
+    except BaselineUnusable:
+        known = Matrix()
+    now = _measured(_matrix(known, model, policies, budgets, lengths))
+    now.write(baseline)
+    print(jsonlib.dumps(now.as_dict()) if json else table(now.cells))
+    note(f"wrote {baseline}")
+
+
 def _given(**values: Any) -> dict[str, Any]:
     """Return the options that have a value, by their names on the command line."""
     return {f"--{k.replace('_', '-')}": v for k, v in values.items() if v is not None}
@@ -380,3 +467,28 @@ def _heads(calibration: Calibration) -> str:
     figures = [("least", min(scores)), ("mean", sum(scores) / len(scores)), ("most", max(scores))]
     heads = [(f"layer {i} head {h}", score) for score, i, h in calibration.strongest(5)]
     return "\n".join(f"{label:<18}{score:.4f}" for label, score in [*figures, *heads])
+
+
+def _matrix(
+    known: Matrix,
+    model: str | None,
+    policies: str | None,
+    budgets: str | None,
+    lengths: str | None,
+) -> Matrix:
+    """Return the matrix of the options, with `known` in place of those that are missing."""
+    given: dict[str, Any] = {
+        "model": model,
+        "policies": policies and names_of(policies),
+        "budgets": budgets and numbers_of("budgets", budgets),
+        "lengths": lengths and numbers_of("lengths", lengths),
+    }
+    return replace(known, **{name: value for name, value in given.items() if value})
+
+
+def _measured(matrix: Matrix) -> Baseline:
+    from kvcap.evals.memory import measure
+    from kvcap.runtime.cli.commands import quiet_libraries
+
+    quiet_libraries()
+    return measure(matrix, lambda cell: note(str(cell)))

@@ -1,14 +1,12 @@
-"""Defines makers' commands: `kvcap eval`, `analyze`, `report`, `memory`, and all of `bench`."""
+"""Defines the commands of kvcap's makers: `kvcap eval`, `analyze`, `report`, and all of `bench`."""
 
 from __future__ import annotations
 
 import json as jsonlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
-
-from click.exceptions import Exit
 
 from kvcap.evals.arguments import (
     DEVICE,
@@ -24,11 +22,10 @@ from kvcap.evals.arguments import (
     numbers_of,
     progress_bar,
 )
-from kvcap.runtime.cli.declare import CommandGroup, argument, option
+from kvcap.runtime.cli.declare import argument, option
 from kvcap.runtime.cli.options import Backend, checked_folder, pairs
 
 if TYPE_CHECKING:
-    from kvcap.lab.memory import Baseline, Matrix
     from kvcap.lab.quality.cells import Cell
     from kvcap.lab.quality.sweep import Sweep
 
@@ -612,113 +609,3 @@ def bench_command(
 ) -> None:
     """Measure time and memory; the last line of stdout is JSON."""
     given.run(name)
-
-
-BASELINE = Path("memory-baseline.json")
-memory = CommandGroup("Compare memory figures with a baseline.")
-
-BASELINE_FILE: Any = option(
-    BASELINE, "Keep the figures to compare with here.", "--baseline", metavar="FILE"
-)
-BASELINE_MODEL: Any = option(
-    None, "Run this model (the baseline's, or pocket, by default).", metavar="MODEL"
-)
-BASELINE_POLICIES: Any = option(
-    None,
-    "Measure these policies, separated by commas (the baseline's by default).",
-    metavar="NAMES",
-)
-BASELINE_BUDGETS: Any = option(
-    None,
-    "Keep so many slots per KV head: numbers separated by commas, such as 64,256 (the "
-    "baseline's by default).",
-    metavar="SLOTS",
-)
-BASELINE_LENGTHS: Any = option(
-    None,
-    "Read prompts of so many tokens: numbers separated by commas, such as 1024,2048 "
-    "(the baseline's by default).",
-    metavar="TOKENS",
-)
-
-
-@memory.adds("check")
-def check_command(
-    baseline: Path = BASELINE_FILE,
-    model: str | None = BASELINE_MODEL,
-    policies: str | None = BASELINE_POLICIES,
-    budgets: str | None = BASELINE_BUDGETS,
-    lengths: str | None = BASELINE_LENGTHS,
-    tolerance: float = option(2.0, "Let a peak grow by so many percent.", min=0, metavar="PERCENT"),
-    json: bool = JSON,
-) -> None:
-    """Measure what reading a prompt takes and compare with the baseline; exit 1 where it grew.
-
-    Without options, everything that the baseline holds.
-    """
-    from kvcap.lab.memory import Baseline, regressions, table
-
-    before = Baseline.read(baseline)
-    now = _measured(_matrix(before.matrix, model, policies, budgets, lengths))
-    grown, unlike = regressions(now, before, tolerance / 100)
-    if json:
-        document = {**now.as_dict(), "regressions": grown, "peaks_not_compared": unlike or None}
-        print(jsonlib.dumps(document))
-    else:
-        print(table(now.cells, before))
-        print("\n".join(grown) or f"nothing grew in {len(now.cells)} cells")
-    if unlike:
-        note(f"peaks were not compared: {unlike}")
-    if grown:
-        note(f"{len(grown)} figures grew; where that is meant, run kvcap memory update")
-        raise Exit(1)
-
-
-@memory.adds("update")
-def update_command(
-    baseline: Path = BASELINE_FILE,
-    model: str | None = BASELINE_MODEL,
-    policies: str | None = BASELINE_POLICIES,
-    budgets: str | None = BASELINE_BUDGETS,
-    lengths: str | None = BASELINE_LENGTHS,
-    json: bool = JSON,
-) -> None:
-    """Measure and write the baseline anew; an earlier one is replaced whole or not at all.
-
-    Without options, what the earlier one held.
-    """
-    from kvcap.lab.memory import Baseline, BaselineUnusable, Matrix, table
-
-    try:
-        known = Baseline.read(baseline).matrix
-    except BaselineUnusable:
-        known = Matrix()
-    now = _measured(_matrix(known, model, policies, budgets, lengths))
-    now.write(baseline)
-    print(jsonlib.dumps(now.as_dict()) if json else table(now.cells))
-    note(f"wrote {baseline}")
-
-
-def _matrix(
-    known: Matrix,
-    model: str | None,
-    policies: str | None,
-    budgets: str | None,
-    lengths: str | None,
-) -> Matrix:
-    """Return the matrix of the options, with `known` in place of those that are missing."""
-    given: dict[str, Any] = {
-        "model": model,
-        "policies": policies and names_of(policies),
-        "budgets": budgets and numbers_of("budgets", budgets),
-        "lengths": lengths and numbers_of("lengths", lengths),
-    }
-    return replace(known, **{name: value for name, value in given.items() if value})
-
-
-def _measured(matrix: Matrix) -> Baseline:
-    from kvcap.lab.memory import measure
-    from kvcap.runtime.cli.commands import quiet_libraries
-
-    quiet_libraries()
-    return measure(matrix, lambda cell: note(str(cell)))

@@ -161,7 +161,7 @@ NOT_RUN = {
     r"kvcap pull|smollm2|-GGUF": "downloads; scripts/check-door, tests/runtime/cli/test_pull.py",
     r"kvcap tune": "takes minutes; tests/evals/quality/test_tune.py",
     r"kvcap bench equal-bytes": "takes hours; tests/lab/bench/test_equal_bytes.py",
-    r"kvcap memory": "takes minutes; tests/lab/test_memory.py",
+    r"kvcap memory": "takes minutes; tests/runtime/testing",
     r"kvcap demo": "takes a minute; tests/evals",
     r"--thinking-budget": "needs a model that thinks; tests/runtime/session/test_thoughts.py",
     r"--enforce rlimit": "caps this process; tests/runtime/cli/test_commands.py",

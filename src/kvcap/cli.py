@@ -31,6 +31,7 @@ COMMANDS = {  # and groups of commands: the module of each, and its name there
     "serve": "serve.commands.serve_command",
     "policies": "evals.policy_commands.policies",
     "cache": "runtime.cli.cache.cache",
+    "memory": "evals.commands.memory",
     "export": "export.commands.export",
     "android": "android_bench.commands.android",
     "demo": "evals.commands.demo_command",
@@ -42,7 +43,6 @@ LAB = {  # those of kvcap's makers, which come with the repository alone
     "eval": "lab.commands.eval_command",
     "analyze": "lab.commands.analyze_command",
     "report": "lab.commands.report_command",
-    "memory": "lab.commands.memory",
     "bench": "lab.commands.bench_command",  # with more benchmarks
 }
 SETTINGS: dict[str, dict[str, Any]] = {  # of click's commands
