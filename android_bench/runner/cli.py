@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvcap.android_bench.runner.device import Refused, cores_for
 from kvcap.android_bench.runner.inputs import Cell, hash11
-from kvcap.android_bench.runner.measure import Run
+from kvcap.android_bench.runner.measure import PlanRun
 
 PLAN = "kvcap.android_plan/1"
 
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         cores_for(options.cores, 1)
-        run = Run(load_plan(options.plan), options.plan.parent, options)
+        run = PlanRun(load_plan(options.plan), options.plan.parent, options)
         if not options.out.parent.is_dir():
             raise Refused(f"no folder {str(options.out.parent)!r} for {options.out.name}")
         result = run.document()

@@ -193,7 +193,7 @@ def _timed(run: Callable[[], None], runs: int, seconds: float) -> list[float]:
     return samples
 
 
-class Run:
+class PlanRun:
     """A run of a plan, which fills the rows of cells and baselines round by round."""
 
     def __init__(self, plan: Cell, folder: Path, arguments: argparse.Namespace) -> None:
