@@ -8,7 +8,7 @@ from kvcap.runtime.backends.onnxruntime import manifest as manifests
 from kvcap.runtime.backends.onnxruntime.manifest import Manifest
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.errors import ChatTemplateMissing, NotExportable
-from kvcap.runtime.session.messages import messages_as_taken
+from kvcap.runtime.session.messages import ChatWriter
 
 PAGE_BYTES = 3 << 30  # most bytes of weights and slots; WebAssembly addresses 4 GiB in all
 
@@ -54,7 +54,7 @@ def decoder_for_a_page(folder: Path) -> Manifest:
             f"the tokenizer in {str(folder)!r} has no chat template; export a model that was made "
             "for chat"
         )
-    if messages_as_taken(tokenizer, messages) != messages:
+    if ChatWriter(tokenizer).taken(messages) != messages:
         raise ChatTemplateMissing(
             f"the chat template in {str(folder)!r} takes lists of parts, and the page gives texts; "
             f"use kvcap chat {folder}"

@@ -24,7 +24,7 @@ from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.engine import Engine
 from kvcap.runtime.session.guide import library
-from kvcap.runtime.session.messages import calls_are_marked, checked_messages
+from kvcap.runtime.session.messages import ChatWriter, checked_messages
 from kvcap.runtime.session.prefixes import Prefixes
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import Message
@@ -331,7 +331,7 @@ def _options(session: Session, ask: Ask) -> Mapping[str, Any]:
     if ask.options.get("call_schema") is None:
         return ask.options
     further = ask.options.get("template_options") or {}
-    if calls_are_marked(session.runtime.tokenizer, ask.tools, further):
+    if ChatWriter(session.runtime.tokenizer, ask.tools, further).calls_are_marked:
         with suppress(ExtraMissing):
             library()
             return ask.options

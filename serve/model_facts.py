@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcap.runtime.errors import ChatTemplateMissing
-from kvcap.runtime.session.messages import abilities_of
+from kvcap.runtime.session.messages import ChatWriter
 
 LEVELS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "fp32": "F32", "fp16": "F16"}
 """Holds ollama's words for types of weights; others are their names in capitals."""
@@ -28,7 +28,7 @@ class ModelFacts:
     def of(cls, runtime: Any) -> ModelFacts:
         """Return the facts of a runtime's model, of any backend."""
         try:
-            can = abilities_of(runtime.tokenizer)
+            can = ChatWriter(runtime.tokenizer).abilities
             tools, thinking = can.tools, can.thinking
         except ChatTemplateMissing:
             tools = thinking = False

@@ -7,7 +7,7 @@ from pathlib import Path
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.models.files import load_tokenizer
-from kvcap.runtime.session.messages import messages_as_taken, render
+from kvcap.runtime.session.messages import ChatWriter
 from kvcap.runtime.session.template_forms import without_default
 
 TEXT = "Hello! Zwölf Boxkämpfer, 42 <b>ships</b>\n and 你好."
@@ -32,7 +32,8 @@ def check_tokenizer(folder: Path) -> None:
     turns = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "Yes."}]
     if not theirs.chat_template or without_default(theirs.chat_template):
         return
-    text = render(mine, turns)  # within bounds, which transformers has none of
-    turns = messages_as_taken(mine, turns)
+    writer = ChatWriter(mine)
+    text = writer.render(turns)  # within bounds, which transformers has none of
+    turns = writer.taken(turns)
     if text != theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True):
         raise UnsupportedModel(f"the chat template in {str(folder)!r} needs more than jinja2 gives")

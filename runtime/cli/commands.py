@@ -93,7 +93,7 @@ def chat_command(
     has nothing but the answers. A command is a slash and a word; other lines are messages.
     """
     from kvcap.runtime.cli.chat import Chat
-    from kvcap.runtime.session.messages import render_turn
+    from kvcap.runtime.session.messages import ChatWriter
     from kvcap.runtime.session.settings import template_options
 
     if sampling.json_schema == STDIN:
@@ -103,7 +103,7 @@ def chat_command(
     runtime = load_for_chat(Run(model, backend, budget, running, output), recall.nbytes)
     session = start_session(runtime, running, sampling, recall)
     hello, options = {"role": "user", "content": "Hello!"}, template_options(session.generation)
-    render_turn(runtime.tokenizer, None, [hello], options=options)  # can it chat?
+    ChatWriter(runtime.tokenizer, (), options).render_turn(None, [hello])  # can it chat?
     save_at_start(session, running.session)
     chat = Chat(session, output, running.session, commands=not no_commands)
     if sys.stdin.isatty() and styled():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -173,234 +174,230 @@ def system_message(system: str | None) -> list[Message]:
     return [{"role": "system", "content": system}] if system else []
 
 
+@dataclass(frozen=True)
+class ChatWriter:
+    """A writer that turns messages into text by a tokenizer's chat template."""
+
+    tokenizer: Any
+    tools: Sequence[Tool] = ()
+    """Lists the tools that the model may call, for which another template may be taken."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Holds further names that the template gets; `chat_template` names one of several."""
+
+    def render(self, messages: Sequence[Message], *, prompt: bool = True, begin: str = "") -> str:
+        """Return the conversation as the chat template writes it.
+
+        Args:
+            messages: all of them.
+            prompt: whether the opening of an answer follows.
+            begin: the text that this answer begins with.
+
+        Raises:
+            ChatTemplateMissing: there is no template, it fails on these messages, or leaves out
+                what the user says.
+        """
+        if begin:
+            begun: Message = {"role": "assistant", "content": MARK_BEGUN}
+            before, mark, _ = self.render([*messages, begun], prompt=False).rpartition(MARK_BEGUN)
+            if not mark:
+                raise ChatTemplateMissing(
+                    "this model's chat template rewrites answers, so none can be continued; let "
+                    "the last message be of the user"
+                )
+            return before + begin
+        writer = self
+        if self.tools or any(x["role"] == "tool" or x.get("tool_calls") for x in messages):
+            can = self.abilities
+            if not (can.tools or (can.calls and not self.tools)):
+                messages = told(messages, self.tools, in_system=can.system)
+                writer = replace(self, tools=())
+        template, write = writer._plain(prompt=prompt)
+        taken = as_taken(template, write, messages)
+        try:
+            return write(taken)
+        except TemplateFailed as error:
+            numbered = with_short_ids(taken)
+            if numbered != taken:  # Mistral's templates refuse the ids of other servers
+                with contextlib.suppress(TemplateFailed):
+                    return write(numbered)
+            raise ChatTemplateMissing(
+                f"this model's chat template fails ({str(error) or type(error).__name__}); give "
+                "another by --chat-template, or use a model whose template works"
+            ) from error
+
+    def taken(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages in the form that the chat template reads; see `template_forms`.
+
+        Raises:
+            ChatTemplateMissing: there is no template, or it leaves out what the user says.
+        """
+        return as_taken(*self._plain(), messages)
+
+    def _plain(self, *, prompt: bool = True) -> tuple[str, Write]:
+        """Return the chat template, and a function that renders messages by it as they are."""
+        template, further = self._template
+        tools = list(self.tools) or None
+        names = {"add_generation_prompt": prompt, "tools": tools, "documents": None, **further}
+        return template, lambda some: render_template(template, {"messages": list(some), **names})
+
+    @property
+    def _template(self) -> tuple[str, dict[str, Any]]:
+        """Return the chat template, and the names it gets besides messages and tools.
+
+        Raises:
+            ChatTemplateMissing: there is none.
+        """
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ChatTemplateMissing(
+                "this tokenizer has no chat template; give one by --chat-template FILE or NAME, "
+                "such as chatml, continue a text (`kvcap generate --raw`, in Python "
+                "session.complete, of a server /v1/completions), or use a model that was made for "
+                "chat"
+            )
+        further = dict(self.options)
+        name = further.pop("chat_template", None)
+        template = template_for(self.tokenizer.chat_template, tools=bool(self.tools), name=name)
+        return template, {**self.tokenizer.special_tokens_map, **further}
+
+    @property
+    def abilities(self) -> Abilities:
+        """Return the abilities of the chat template.
+
+        Raises:
+            ChatTemplateMissing: there is no template, or it does not write what the user says.
+        """
+        template, further = self._template
+        return abilities(template, json.dumps(further, default=str))
+
+    def check_tools_read(self, messages: Sequence[Message]) -> None:
+        """Refuse tools that the chat template writes for other messages, but not for these.
+
+        Raises:
+            ChatTemplateMissing: the chat template does not write them.
+        """
+        marked = [{**x, "function": {**x["function"], "name": MARKER}} for x in self.tools]
+        if marked and MARKER not in replace(self, tools=marked).render(messages):
+            raise ChatTemplateMissing(
+                "this model's chat template does not write tools for these messages, so the model "
+                "would not know of them; begin with a message of the user, or of the system"
+            )
+
+    def calls_are_written(self, answer: Message) -> bool:
+        """Return whether the chat template takes an answer with all of its `tool_calls`."""
+        with contextlib.suppress(ChatTemplateMissing):
+            self.render([{"role": "user", "content": "."}, answer])
+            return True
+        return False
+
+    @property
+    def calls_are_marked(self) -> bool:
+        """Return whether the chat template writes calls as Hermes and Qwen: in JSON, in marks."""
+        call = {"type": "function", "function": {"name": MARKER, "arguments": {}}, "id": "0" * 9}
+        answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        form = f'{HERMES}{{"name":"{MARKER}","arguments":{{}}}}</tool_call>'
+        with contextlib.suppress(ChatTemplateMissing):
+            text = self.render([{"role": "user", "content": "."}, answer])
+            return form in "".join(text.split())
+        return False
+
+    def turn_has_results(
+        self, system: str | None, answer: Sequence[Message], messages: Sequence[Message]
+    ) -> bool:
+        """Return whether `render_turn` writes `MAY_BE_LEFT_OUT` as the whole conversation has it.
+
+        Templates that write a result together with its call (Gemma 4), or look up its name in the
+        call (gpt-oss), need the call, which the stand-in for an answer lacks.
+
+        Args:
+            system: the system prompt.
+            answer: the message before `messages`, if there is one.
+            messages: that follow it.
+        """
+        marked = _marked(messages)
+        if marked == list(messages):
+            return True
+        try:
+            tail = self.render_turn(system, marked)
+        except ChatTemplateMissing:
+            return False
+        if answer and answer[0].get("tool_calls"):
+            whole = [*system_message(system), {"role": "user", "content": "."}, *answer, *marked]
+            with contextlib.suppress(ChatTemplateMissing):  # it may take only one call at a time
+                if not self.render(whole).endswith(tail):
+                    return False
+        return all(
+            message["content"] in tail for message in marked if message["role"] in MAY_BE_LEFT_OUT
+        )
+
+    def check_written(self, first: Sequence[Message], messages: Sequence[Message]) -> None:
+        """Refuse results of tools and later system messages that the chat template leaves out.
+
+        Each is replaced by a marker, so that it does not matter how the template writes it.
+
+        Args:
+            first: the message of the system prompt, if there is one.
+            messages: all others.
+
+        Raises:
+            ChatTemplateMissing: quoting the first message that is not written.
+        """
+        marked = _marked(messages)
+        if marked == list(messages):
+            return
+        text = self.render([*first, *marked])
+        for marked_message, message in zip(marked, messages, strict=True):
+            if marked_message["role"] in MAY_BE_LEFT_OUT and marked_message["content"] not in text:
+                # Not by its number, which is another in the bodies of some APIs.
+                missing = MAY_BE_LEFT_OUT[marked_message["role"]].format(message["content"][:SHOWN])
+                raise ChatTemplateMissing(f"this model's chat template leaves out {missing}")
+
+    def render_turn(self, system: str | None, messages: Sequence[Message], begin: str = "") -> str:
+        """Return the text to read for messages that follow an answer which is in the cache already.
+
+        They are rendered behind a stand-in for that answer, and the text is cut after it. So the
+        cost does not grow with the conversation, and the answer's turn is closed.
+
+        Raises:
+            ChatTemplateMissing: no template, or one that changes the answer it is given.
+        """
+        return self._around_answer(system, messages, begin)[1]
+
+    def opens_as(self, options: Mapping[str, Any], system: str | None) -> bool:
+        """Return whether other options write the same text before an answer.
+
+        Some change what stands before it, such as a system prompt that says how to think.
+        """
+        if options == self.options:
+            return True
+        user: Message = {"role": "user", "content": "."}
+        other = replace(self, options=options)
+        heads = (writer._around_answer(system, [user])[0] for writer in (self, other))
+        return next(heads) == next(heads)
+
+    def _around_answer(
+        self, system: str | None, messages: Sequence[Message], begin: str = ""
+    ) -> tuple[str, str]:
+        """Return the text before an answer, and the text of the messages after it."""
+        exchange = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
+        whole = self.render([*system_message(system), *exchange, *messages], begin=begin)
+        head, mark, tail = whole.partition(MARK)
+        if not mark:
+            raise ChatTemplateMissing(
+                "this tokenizer's chat template rewrites earlier answers, so a conversation cannot "
+                "be continued without reading it again; use `kvcap generate`"
+            )
+        return head, tail
+
+
 def render(
     tokenizer: Any,
     messages: Sequence[Message],
     tools: Sequence[Tool] = (),
     options: Mapping[str, Any] = NO_OPTIONS,
-    *,
-    prompt: bool = True,
-    begin: str = "",
+    **how: Any,
 ) -> str:
-    """Return the conversation as the chat template writes it; `prompt` opens an answer behind it.
-
-    Args:
-        tokenizer: that has the template.
-        messages: all of them.
-        tools: that the model may call.
-        options: further names that the template gets; `chat_template` names one of several.
-        prompt: whether the opening of an answer follows.
-        begin: the text that this answer begins with.
-
-    Raises:
-        ChatTemplateMissing: there is no template, it fails on these messages, or leaves out what
-            the user says.
-    """
-    if begin:
-        begun: Message = {"role": "assistant", "content": MARK_BEGUN}
-        text = render(tokenizer, [*messages, begun], tools, options, prompt=False)
-        before, mark, _ = text.rpartition(MARK_BEGUN)
-        if not mark:
-            raise ChatTemplateMissing(
-                "this model's chat template rewrites answers, so none can be continued; let the "
-                "last message be of the user"
-            )
-        return before + begin
-    template, write = _writer(tokenizer, tools, options, prompt=prompt)
-    if tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
-        can = abilities_of(tokenizer, tools, options)
-        if not (can.tools or (can.calls and not tools)):
-            messages = told(messages, tools, in_system=can.system)
-            template, write = _writer(tokenizer, (), options, prompt=prompt)
-    taken = as_taken(template, write, messages)
-    try:
-        return write(taken)
-    except TemplateFailed as error:
-        numbered = with_short_ids(taken)
-        if numbered != taken:  # Mistral's templates refuse the ids of other servers
-            with contextlib.suppress(TemplateFailed):
-                return write(numbered)
-        raise ChatTemplateMissing(
-            f"this model's chat template fails ({str(error) or type(error).__name__}); give "
-            "another by --chat-template, or use a model whose template works"
-        ) from error
-
-
-def messages_as_taken(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
-    """Return the messages in the form that the chat template reads; see `template_forms`.
-
-    Raises:
-        ChatTemplateMissing: there is no template, or it leaves out what the user says.
-    """
-    return as_taken(*_writer(tokenizer), messages)
-
-
-def _writer(
-    tokenizer: Any,
-    tools: Sequence[Tool] = (),
-    options: Mapping[str, Any] = NO_OPTIONS,
-    *,
-    prompt: bool = True,
-) -> tuple[str, Write]:
-    """Return the chat template, and a function that renders messages by it as they are."""
-    template, further = _chosen(tokenizer, tools, options)
-    names = {
-        "add_generation_prompt": prompt,
-        "tools": list(tools) or None,
-        "documents": None,
-        **further,
-    }
-    return template, lambda some: render_template(template, {"messages": list(some), **names})
-
-
-def _chosen(
-    tokenizer: Any, tools: Sequence[Tool], options: Mapping[str, Any]
-) -> tuple[str, dict[str, Any]]:
-    """Return the chat template, and the names it gets besides messages and tools."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise ChatTemplateMissing(
-            "this tokenizer has no chat template; give one by --chat-template FILE or NAME, such "
-            "as chatml, continue a text (`kvcap generate --raw`, in Python session.complete, of a "
-            "server /v1/completions), or use a model that was made for chat"
-        )
-    further = dict(options)
-    name = further.pop("chat_template", None)
-    template = template_for(tokenizer.chat_template, tools=bool(tools), name=name)
-    return template, {**tokenizer.special_tokens_map, **further}
-
-
-def abilities_of(
-    tokenizer: Any, tools: Sequence[Tool] = (), options: Mapping[str, Any] = NO_OPTIONS
-) -> Abilities:
-    """Return the abilities of the tokenizer's chat template.
-
-    Args:
-        tokenizer: that has the template, or several.
-        tools: that the model may call, for which another template may be taken.
-        options: further names that the template gets.
-
-    Raises:
-        ChatTemplateMissing: there is no template, or it does not write what the user says.
-    """
-    template, further = _chosen(tokenizer, tools, options)
-    return abilities(template, json.dumps(further, default=str))
-
-
-def check_tools_read(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    tools: Sequence[Tool],
-    options: Mapping[str, Any] = NO_OPTIONS,
-) -> None:
-    """Refuse tools that the chat template writes for other messages, but not for these.
-
-    Raises:
-        ChatTemplateMissing: the chat template does not write them.
-    """
-    marked = [{**tool, "function": {**tool["function"], "name": MARKER}} for tool in tools]
-    if tools and MARKER not in render(tokenizer, messages, marked, options):
-        raise ChatTemplateMissing(
-            "this model's chat template does not write tools for these messages, so the model "
-            "would not know of them; begin with a message of the user, or of the system"
-        )
-
-
-def calls_are_written(
-    tokenizer: Any,
-    answer: Message,
-    tools: Sequence[Tool],
-    options: Mapping[str, Any] = NO_OPTIONS,
-) -> bool:
-    """Return whether the chat template takes an answer with all of its `tool_calls`."""
-    try:
-        render(tokenizer, [{"role": "user", "content": "."}, answer], tools, options)
-    except ChatTemplateMissing:
-        return False
-    return True
-
-
-def calls_are_marked(
-    tokenizer: Any, tools: Sequence[Tool], options: Mapping[str, Any] = NO_OPTIONS
-) -> bool:
-    """Return whether the chat template writes calls as Hermes and Qwen: in JSON, between marks."""
-    call = {"type": "function", "function": {"name": MARKER, "arguments": {}}, "id": "0" * 9}
-    answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    try:
-        text = render(tokenizer, [{"role": "user", "content": "."}, answer], tools, options)
-    except ChatTemplateMissing:
-        return False
-    form = f'{HERMES}{{"name":"{MARKER}","arguments":{{}}}}</tool_call>'
-    return form in "".join(text.split())
-
-
-def turn_has_results(
-    tokenizer: Any,
-    system: str | None,
-    answer: Sequence[Message],
-    messages: Sequence[Message],
-    tools: Sequence[Tool] = (),
-    options: Mapping[str, Any] = NO_OPTIONS,
-) -> bool:
-    """Return whether `render_turn` writes `MAY_BE_LEFT_OUT` as the whole conversation has it.
-
-    Templates that write a result together with its call (Gemma 4), or look up its name in the call
-    (gpt-oss), need the call, which the stand-in for an answer lacks.
-
-    Args:
-        tokenizer: that has the template.
-        system: the system prompt.
-        answer: the message before `messages`, if there is one.
-        messages: that follow it.
-        tools: that the model may call.
-        options: further names that the template gets.
-    """
-    marked = _marked(messages)
-    if marked == list(messages):
-        return True
-    try:
-        tail = render_turn(tokenizer, system, marked, tools, options)
-    except ChatTemplateMissing:
-        return False
-    if answer and answer[0].get("tool_calls"):
-        conversation = [*system_message(system), {"role": "user", "content": "."}, *answer, *marked]
-        with contextlib.suppress(ChatTemplateMissing):  # it may take only one call at a time
-            if not render(tokenizer, conversation, tools, options).endswith(tail):
-                return False
-    return all(
-        message["content"] in tail for message in marked if message["role"] in MAY_BE_LEFT_OUT
-    )
-
-
-def check_written(
-    tokenizer: Any,
-    first: Sequence[Message],
-    messages: Sequence[Message],
-    tools: Sequence[Tool] = (),
-    options: Mapping[str, Any] = NO_OPTIONS,
-) -> None:
-    """Refuse results of tools and later system messages that the chat template leaves out.
-
-    Each is replaced by a marker, so that it does not matter how the template writes it.
-
-    Args:
-        tokenizer: that has the template.
-        first: the message of the system prompt, if there is one.
-        messages: all others.
-        tools: that the model may call.
-        options: further names that the template gets.
-
-    Raises:
-        ChatTemplateMissing: quoting the first message that is not written.
-    """
-    marked = _marked(messages)
-    if marked == list(messages):
-        return
-    text = render(tokenizer, [*first, *marked], tools, options)
-    for marked_message, message in zip(marked, messages, strict=True):
-        if marked_message["role"] in MAY_BE_LEFT_OUT and marked_message["content"] not in text:
-            # Not by its number, which is another in the bodies of some APIs.
-            missing = MAY_BE_LEFT_OUT[marked_message["role"]].format(message["content"][:SHOWN])
-            raise ChatTemplateMissing(f"this model's chat template leaves out {missing}")
+    """Return a conversation as the chat template writes it, as `ChatWriter.render` does."""
+    return ChatWriter(tokenizer, tools, options).render(messages, **how)
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:
@@ -411,64 +408,6 @@ def _marked(messages: Sequence[Message]) -> list[Message]:
         else message
         for index, message in enumerate(messages)
     ]
-
-
-def render_turn(
-    tokenizer: Any,
-    system: str | None,
-    messages: Sequence[Message],
-    tools: Sequence[Tool] = (),
-    options: Mapping[str, Any] = NO_OPTIONS,
-    begin: str = "",
-) -> str:
-    """Return the text to read for messages that follow an answer which is in the cache already.
-
-    They are rendered behind a stand-in for that answer, and the text is cut after it. So the cost
-    does not grow with the conversation, and the answer's turn is closed.
-
-    Raises:
-        ChatTemplateMissing: no template, or one that changes the answer it is given.
-    """
-    return _around_answer(tokenizer, system, messages, tools, options, begin)[1]
-
-
-def same_opening(
-    tokenizer: Any,
-    system: str | None,
-    tools: Sequence[Tool],
-    one: Mapping[str, Any],
-    other: Mapping[str, Any],
-) -> bool:
-    """Return whether two sets of options write the same text before an answer.
-
-    Some change what stands before it, such as a system prompt that says how to think.
-    """
-    if one == other:
-        return True
-    messages = [{"role": "user", "content": "."}]
-    before, after = (_around_answer(tokenizer, system, messages, tools, x)[0] for x in (one, other))
-    return before == after
-
-
-def _around_answer(
-    tokenizer: Any,
-    system: str | None,
-    messages: Sequence[Message],
-    tools: Sequence[Tool],
-    options: Mapping[str, Any],
-    begin: str = "",
-) -> tuple[str, str]:
-    """Return the text before an answer, and the text of the messages after it."""
-    exchange = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-    all_of_them = [*system_message(system), *exchange, *messages]
-    whole = render(tokenizer, all_of_them, tools, options, begin=begin)
-    head, mark, tail = whole.partition(MARK)
-    if not mark:
-        raise ChatTemplateMissing(
-            "this tokenizer's chat template rewrites earlier answers, so a conversation cannot be "
-            "continued without reading it again; use `kvcap generate`"
-        )
-    return head, tail
 
 
 def system_span(encode: Callable[[Sequence[Message]], list[int]], system: str) -> list[Span]:

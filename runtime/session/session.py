@@ -37,24 +37,17 @@ from kvcap.runtime.session.encoding import check_letters, encode_with
 from kvcap.runtime.session.engine import Engine, recall_of
 from kvcap.runtime.session.logprobs import Logprob
 from kvcap.runtime.session.messages import (
-    abilities_of,
-    calls_are_written,
-    check_tools_read,
-    check_written,
+    ChatWriter,
     checked_messages,
     checked_tools,
     common_prefix,
     common_suffix,
     first_tokens,
     message_spans,
-    render,
-    render_turn,
     result_spans,
     results_by_age,
-    same_opening,
     system_message,
     system_span,
-    turn_has_results,
 )
 from kvcap.runtime.session.prefixes import Prefixes, prefix_key
 from kvcap.runtime.session.stats import FinishReason, Stats, Turn
@@ -603,17 +596,17 @@ class Session:
                 system, added, pin_system = added[0]["content"], added[1:], pin_system or pin
             else:
                 added = [{**added[0], "role": "user"}]
-        messages, tokenizer = [*before.messages, *added], self.runtime.tokenizer
+        messages = [*before.messages, *added]
         new = range(len(before.messages), len(messages))
         pinned = before.pinned | frozenset(new if pin else ())
         after = Transcript(messages, system, pinned, pin_system, tools)
-        options = self._template_options
+        writer = self._writer(tools)
         if (
             seen
-            and same_opening(tokenizer, system, tools, self._read_with, options)
-            and turn_has_results(tokenizer, system, before.messages[-1:], added, tools, options)
+            and writer.opens_as(self._read_with, system)
+            and writer.turn_has_results(system, before.messages[-1:], added)
         ):
-            text = self._ready(render_turn(tokenizer, system, added, tools, options, begin))
+            text = self._ready(writer.render_turn(system, added, begin))
             ids = self._unread + self.encode(text, follows=True)
             spans = [(seen, seen + len(ids))] if pin else []
             question = self._question(ids, text, added[-1], seen)
@@ -622,7 +615,13 @@ class Session:
             )
             return self._checked(
                 PreparedPrompt(
-                    ids, after, spans, options, question=question, begin=begin, regions=regions
+                    ids,
+                    after,
+                    spans,
+                    self._template_options,
+                    question=question,
+                    begin=begin,
+                    regions=regions,
                 )
             )
         if seen and not before.messages:
@@ -630,15 +629,14 @@ class Session:
                 "the text that was continued would be forgotten, as these messages, or the options "
                 "of the chat template, need the whole conversation to be read again; clear it first"
             )
-        check_tools_read(tokenizer, [*system_message(system), *messages], tools, options)
+        writer.check_tools_read([*system_message(system), *messages])
         whole = self._whole_prompt(after, begin)
         return self._checked(replace(whole, emptied=seen > 0, reread=bool(before.messages)))
 
     def _is_answered(self, system: Message, tools: Sequence[Tool]) -> bool:
         """Return whether the chat template writes a message of the system without any other."""
         with suppress(ChatTemplateMissing):
-            text = render(self.runtime.tokenizer, [system], tools, self._template_options)
-            return system["content"].strip() in text
+            return system["content"].strip() in self._writer(tools).render([system])
         return False
 
     def _text_prompt(self, text: str | Sequence[int], recall: bool) -> PreparedPrompt:
@@ -709,10 +707,10 @@ class Session:
             begin: text that its answer begins with.
             read: its tokens as they were read before; None: it is written anew.
         """
-        tokenizer, options = self.runtime.tokenizer, self._template_options
+        writer, options = self._writer(whole.tools), self._template_options
 
         def write(some: Sequence[Message]) -> str:
-            return self._ready(render(tokenizer, some, whole.tools, options, begin=begin))
+            return self._ready(writer.render(some, begin=begin))
 
         def encode(some: Sequence[Message]) -> list[int]:
             return self.encode(write(some))
@@ -722,7 +720,7 @@ class Session:
             return first_tokens(encode, first)
 
         first = system_message(whole.system)
-        check_written(tokenizer, first, whole.messages, whole.tools, options)
+        writer.check_written(first, whole.messages)
         text = write([*first, *whole.messages])
         if read is not None:
             ids, spans = read.ids, read.pins
@@ -816,6 +814,10 @@ class Session:
     def _template_options(self) -> dict[str, Any]:
         """Return the names that the chat template gets for the next message."""
         return settings.template_options(self.generation)
+
+    def _writer(self, tools: Sequence[Tool]) -> ChatWriter:
+        """Return what writes the next message by the chat template."""
+        return ChatWriter(self.runtime.tokenizer, tools, self._template_options)
 
     def _ready(self, text: str) -> str:
         """Return the prompt, with its thoughts closed where the answer is held to a form."""
@@ -947,7 +949,7 @@ class Session:
         if not known or after is None or after.messages[-1]["role"] == "tool":
             return
         tokenizer, cache = self.runtime.tokenizer, self.cache
-        if not abilities_of(tokenizer, after.tools, prompt.options).forgets:
+        if not ChatWriter(tokenizer, after.tools, prompt.options).abilities.forgets:
             return
         whole = [span for one in known if (span := with_marks(tokenizer, ids, one)) is not None]
         pins = [(0, cache.sinks), *cache.pinned_spans]
@@ -1009,7 +1011,8 @@ class Session:
             reply = Parsed(prompt.begin + answer).as_message()
             if self.tools and (parsed := self.parsed).tool_calls:
                 called = parsed._replace(content=prompt.begin + parsed.content).as_message()
-                if calls_are_written(self.runtime.tokenizer, called, self.tools, prompt.options):
+                writer = ChatWriter(self.runtime.tokenizer, self.tools, prompt.options)
+                if writer.calls_are_written(called):
                     reply = called
             self.messages.append(reply)
             if prompt.reread and not whole:

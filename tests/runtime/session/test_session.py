@@ -16,7 +16,7 @@ from kvcap.runtime.backends.pytorch.runtime import usual_every
 from kvcap.runtime.errors import TokenUnknown
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.session.decoding import TextStream
-from kvcap.runtime.session.messages import render, render_turn
+from kvcap.runtime.session.messages import ChatWriter, render
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_tokenizers_without_a_usable_template(tokenizer):
     with pytest.raises(kvcap.KvcapError, match="generate --raw"):
         render(Plain(), hi)
     with pytest.raises(kvcap.KvcapError, match="rewrites earlier answers"):
-        render_turn(Forgetful(), None, hi)
+        ChatWriter(Forgetful()).render_turn(None, hi)
 
 
 def test_what_cannot_be_loaded(directory, tmp_path):

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from kvcap import pocket
 from kvcap.runtime.errors import ChatTemplateMissing
 from kvcap.runtime.session import chat_template
-from kvcap.runtime.session.messages import render, render_turn
+from kvcap.runtime.session.messages import ChatWriter, render
 from kvcap.runtime.session.template_forms import without_default
 from kvcap.runtime.session.told_tools import told
 
@@ -61,7 +61,7 @@ def test_conversations_are_written_as_transformers_writes_them(system, turns, la
     whole = [*first, *said, {"role": "user", "content": last}]
     assert render(tokenizer, whole) == reference(name, whole)
     if turns:
-        tail = render_turn(tokenizer, system, whole[-1:])
+        tail = ChatWriter(tokenizer).render_turn(system, whole[-1:])
         assert reference(name, whole).endswith(tail)
         assert last.strip() in tail
 
@@ -77,9 +77,8 @@ def test_sessions_read_what_the_user_says(runtime, name):
     assert held(session).startswith(read)
     assert all(text in read for text in ("Be kind.", "Who are you?"))
     list(session.send("And now?"))
-    (tail,) = [
-        render_turn(runtime.tokenizer, "Be kind.", [{"role": "user", "content": "And now?"}])
-    ]
+    said = [{"role": "user", "content": "And now?"}]
+    tail = ChatWriter(runtime.tokenizer).render_turn("Be kind.", said)
     assert "And now?" in tail
     assert tail in held(session)
     assert session.messages[1] == {"role": "assistant", "content": answer}

@@ -15,7 +15,7 @@ from toy_engine import held, session_of, tiny
 from kvcap import pocket
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.errors import MessagesInvalid
-from kvcap.runtime.session.messages import abilities_of, calls_are_marked
+from kvcap.runtime.session.messages import ChatWriter
 from kvcap.runtime.session.template_abilities import Abilities
 from kvcap.runtime.session.tool_calls import (
     Parsed,
@@ -134,7 +134,7 @@ def test_a_model_is_told_of_tools_that_its_template_does_not_write(runtime, name
     """Calls and their results are texts, and the conversation goes on without being read again."""
     pytest.importorskip("llguidance")
     runtime.tokenizer.chat_template = TOLD[name]
-    assert calls_are_marked(runtime.tokenizer, [ADD])
+    assert ChatWriter(runtime.tokenizer, [ADD]).calls_are_marked
     if name == "no system" and system:
         pytest.skip("this template takes none")
     session = session_of(runtime, system)
@@ -173,7 +173,7 @@ def test_a_model_is_told_of_tools_that_its_template_does_not_write(runtime, name
 ])  # fmt: skip
 def test_what_a_template_writes_is_found_out(runtime, name, writes):
     runtime.tokenizer.chat_template = {**TOOLS, **PLAIN, **PARTS, **THINKING}[name]
-    assert abilities_of(runtime.tokenizer) == writes
+    assert ChatWriter(runtime.tokenizer).abilities == writes
 
 
 def test_what_an_answer_calls_is_parsed(runtime):
@@ -346,4 +346,4 @@ def test_an_answer_that_is_held_to_a_call_is_one(runtime):
 def test_the_form_in_which_a_template_writes_calls_is_known(template: str, is_marked: bool) -> None:
     tokenizer = with_template(Tokenizer(pocket.path()), template)
     tool = {"type": "function", "function": {"name": "add"}}
-    assert calls_are_marked(tokenizer, [tool]) == is_marked
+    assert ChatWriter(tokenizer, [tool]).calls_are_marked == is_marked

@@ -15,12 +15,7 @@ from transformers import AutoTokenizer
 import kvcap
 from kvcap import pocket
 from kvcap.runtime.errors import ChatTemplateMissing
-from kvcap.runtime.session.messages import (
-    check_written,
-    render,
-    render_turn,
-    turn_has_results,
-)
+from kvcap.runtime.session.messages import ChatWriter, render
 from kvcap.runtime.session.tool_calls import Parsed, ToolCall
 
 SLOTS = 600
@@ -60,12 +55,13 @@ def test_calls_and_results_are_written_as_transformers_writes_them(name, system,
     first = [{"role": "system", "content": system}] if system else []
     whole = [*first, *said, ASKED, answer.as_message(), *results]
     expected = reference(TOOLS[name], whole)
-    check_written(tokenizer, first, whole[len(first) :], [ADD])
+    writer = ChatWriter(tokenizer, [ADD])
+    writer.check_written(first, whole[len(first) :])
     assert render(tokenizer, whole, [ADD]) == expected
-    within = turn_has_results(tokenizer, system, [answer.as_message()], results, [ADD])
+    within = writer.turn_has_results(system, [answer.as_message()], results)
     assert within == (name in WITHIN_A_TURN)
     if within:
-        assert expected.endswith(render_turn(tokenizer, system, results, [ADD]))
+        assert expected.endswith(writer.render_turn(system, results))
 
 
 def called(runtime: Any, template: str) -> Any:
@@ -158,9 +154,9 @@ def test_results_follow_an_answer_that_the_template_refuses_to_write():
     results = [{"role": "tool", "content": call.id, "tool_call_id": call.id} for call in calls]
     answer = [Parsed("", calls).as_message()]
     tokenizer = with_template(TOKENIZER, ONE_CALL)
-    assert turn_has_results(tokenizer, None, answer, results, [ADD])
+    assert ChatWriter(tokenizer, [ADD]).turn_has_results(None, answer, results)
     tokenizer = with_template(TOKENIZER, LEFT_OUT)
-    assert not turn_has_results(tokenizer, None, answer, results, [ADD])
+    assert not ChatWriter(tokenizer, [ADD]).turn_has_results(None, answer, results)
 
 
 def test_a_result_that_is_not_written_is_refused(runtime):
