@@ -140,8 +140,8 @@ class Segment:
         self.layer_heads = layer_heads or heads
         self.target_length = budget
         self.held = 0
-        self.first_pinned = 0
-        """Holds how many first tokens of a session's row are pinned besides the cache's pins."""
+        self.first_pinned: tuple[tuple[int, int], ...] = ()
+        """Holds the span of a session's first tokens that are pinned in its row; () without."""
         device = pool.positions.device
         self._buffers = pool.buffers()
         self._rows = torch.arange(batch * heads, device=device).view(batch, heads, 1)

@@ -220,7 +220,7 @@ class SharedCache:
     def _free(self, row: int) -> None:
         del self._leases[row]
         for segment in self._segments(row):  # passes read free rows, too, with no slots in use
-            segment.held = segment.first_pinned = 0
+            segment.held, segment.first_pinned = 0, ()
         self.cache.changed_by_host()
 
     def _empty(self) -> None:
@@ -228,7 +228,7 @@ class SharedCache:
         self.cache.enable_rotation()
         for row in range(self.size):
             for segment in self._segments(row):
-                segment.held = segment.first_pinned = 0
+                segment.held, segment.first_pinned = 0, ()
         self.cache.changed_by_host()
 
     def _segments(self, row: int) -> Iterator[Segment]:
@@ -247,7 +247,7 @@ class SharedCache:
         for mine, its in zip(self._segments(row), theirs, strict=True):
             mine.start = row * (mine.pool.slots // self.size) + its.start
             mine.budget, mine.target_length, mine.held = its.budget, its.target_length, its.held
-            mine.first_pinned = lease.first if lease.cache.pinned_spans else 0
+            mine.first_pinned = ((0, lease.first),) if lease.cache.pinned_spans else ()
         self.cache.enable_rotation()
         self.cache.changed_by_host()
 

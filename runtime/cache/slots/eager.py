@@ -246,14 +246,8 @@ class EagerSlots(SlotEngine):
 
     def _observe(self, index: int, segment: Segment, step: AttentionStep) -> Observation:
         """Show the policy one segment."""
-        policy, views, spans = self.policy, segment.held_views(), tuple(self.policy.pinned_spans)
-        if segment.first_pinned:
-            spans = (*spans, (0, segment.first_pinned))
-        common = policy.common(step.call)
-        if (projection := common["output_projection"]) is not None:
-            mine = slice(segment.head, segment.head + segment.heads)
-            common["output_projection"] = projection[mine]
-        common["rule"] = segment.logits_of(step.call.logits)
+        policy, call, views = self.policy, step.call, segment.held_views()
+        mine = slice(segment.head, segment.head + segment.heads)
         return Observation(
             keys=step.keys[index],
             values=views["values"] if step.values is None else step.values[index],
@@ -265,9 +259,13 @@ class EagerSlots(SlotEngine):
             queries=None if step.queries is None else self._window(segment, step),
             attended=step.attended,
             state={name: views[name] for name in self.eviction.state} if policy.has_state else {},
-            pinned_spans=spans,
+            pinned_spans=(*policy.pinned_spans, *segment.first_pinned),
             regions=policy.regions.of_rows.get(segment.row, policy.regions.weighed),
-            **common,
+            output_projection=policy.projection(call, mine) if policy.reads_projection else None,
+            layer=policy.index,
+            rule=segment.logits_of(call.logits),
+            expansion=call.expansion,
+            saliency=self.eviction.saliency,
         )
 
     def _window(self, segment: Segment, step: AttentionStep) -> Tensor:

@@ -6,9 +6,9 @@ What it reads is found out once, so that nobody asks for every token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from kvcap import kernels
 from kvcap.policies import Observation
@@ -19,6 +19,8 @@ from kvcap.runtime.cache.pool import Segment
 from kvcap.runtime.cache.regions import Regions
 from kvcap.runtime.models.output_projection import output_projection
 from kvcap.runtime.types import Span
+
+EVERY = slice(None)
 
 
 class AttentionCall(NamedTuple):
@@ -54,14 +56,14 @@ class LayerPolicy:
             kernels.uses_stored_keys(policy) and len(eviction.components) == 1
         )
         """Says that its kernel rotates keys as it reads them, and nothing else looks at any."""
-        self._reads_projection = "output_projection" in eviction.observes
+        self.reads_projection = "output_projection" in eviction.observes
         self.reads_all_output = policy.queries_observed is None and "output" in eviction.observes
         """Says that it looks at attention's output for all queries of a block."""
 
     def pins(self, segment: Segment) -> tuple[int, int]:
         """Return how many first and how many newest tokens of a segment are never evicted."""
         sinks, recents = self.eviction.pins_of(self.placed(segment))
-        return max(sinks, segment.first_pinned), recents
+        return max([sinks, *(stop for _, stop in segment.first_pinned)]), recents
 
     def placed(self, segment: Segment) -> Observation:
         """Observe a segment's place and budget alone, for what depends on no more."""
@@ -77,19 +79,11 @@ class LayerPolicy:
             pinned_spans=tuple(self.pinned_spans),
         )
 
-    def common(self, call: AttentionCall) -> dict[str, Any]:
-        """Return what every observation of the layer has, whatever slots it is of.
+    def projection(self, call: AttentionCall, heads: slice = EVERY) -> Tensor | None:
+        """Return the output projection [k, G, D, hidden] of some KV heads; None without a module.
 
         Raises:
-            UnsupportedModel: the policy reads the output projection, whose weights cannot be read.
+            UnsupportedModel: its weights cannot be read.
         """
-        projection = None
-        if call.module is not None and self._reads_projection:
-            projection = output_projection(call.module, self.layout.shape)
-        return {
-            "output_projection": projection,
-            "layer": self.index,
-            "rule": call.logits,
-            "expansion": call.expansion,
-            "saliency": self.eviction.saliency,
-        }
+        module = call.module
+        return None if module is None else output_projection(module, self.layout.shape)[heads]

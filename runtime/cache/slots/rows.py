@@ -406,7 +406,11 @@ class RowSlots(SlotEngine):
             state={name: self.pool.aux[name] for name in self.eviction.state},
             pinned_spans=tuple(policy.pinned_spans),
             rows=rows.after._replace(starts=step.shown.starts),
-            **policy.common(step.call),
+            output_projection=policy.projection(step.call) if policy.reads_projection else None,
+            layer=policy.index,
+            rule=step.call.logits,
+            expansion=step.call.expansion,
+            saliency=self.eviction.saliency,
         )
 
 
