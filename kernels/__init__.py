@@ -124,7 +124,7 @@ def rescore(
     Args:
         rescorer: a `CriticalKV`, whose code runs here as it is; None leaves scores as they are.
         scores: [B, K, n], arbitrary behind a row's slots, as is the result.
-        pins: `seen` and `spans`; `row_pins` takes the place of `sinks` and `recents`.
+        pins: pinned slots, besides those of `row_pins`.
         obs: the observation of the rows.
         budgets: slots of each row that stay, [B·K] int32.
         row_pins: how many first and newest tokens of each row stay, [B·K, 2] int32.

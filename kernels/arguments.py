@@ -1,8 +1,7 @@
 """Turns strides, pins and auxiliary tensors into named arguments of Triton kernels.
 
-Triton 3.2 passes no tuples to kernels, so a kernel has a parameter for each stride, each auxiliary
-tensor and each bound of a pinned span. Kernels use the same names for them. Knows tensors only;
-imports no triton.
+Triton 3.2 passes no tuples to kernels, so a kernel has a parameter for each stride and for each
+auxiliary tensor. Kernels use the same names for them. Knows tensors only; imports no triton.
 """
 
 from __future__ import annotations
@@ -14,20 +13,18 @@ import torch
 from torch import Tensor
 
 from kvcap.kernels.device import bits, seen_and_clock
+from kvcap.policies.base.eviction import LOWEST
 
 MOST_AUX = 6  # most auxiliary tensors, which have a number per slot, besides positions
-MOST_SPANS = 8
 
 Spans = Sequence[tuple[int, int]]
 
 
 class Pins(NamedTuple):
-    """The slots that stay whatever their scores, by their tokens' positions."""
+    """The slots that stay whatever their scores, besides each row's own sinks and recents."""
 
-    sinks: int  # positions below this are pinned
-    recents: int  # so many positions below `seen` are pinned
     seen: int | Tensor  # tokens read so far, an int or one int64 on the device
-    spans: Spans  # [start, stop) of pinned positions, at most `MOST_SPANS`
+    spans: Spans  # [start, stop) of pinned positions
 
     def of_rows(self, positions: Tensor, row_pins: Tensor) -> Tensor:
         """Return which slots stay, [B, K, n]; rows have sinks and recents of their own [B·K, 2]."""
@@ -37,14 +34,19 @@ class Pins(NamedTuple):
             pinned |= (positions >= start) & (positions < stop)
         return pinned
 
+    def mark(self, scores: Tensor, positions: Tensor) -> Tensor:
+        """Return scores [B, K, n] that are +inf within the spans, and finite elsewhere."""
+        if self.spans:
+            scores = scores.nan_to_num(nan=LOWEST)
+        for start, stop in self.spans:
+            inside = (positions >= start) & (positions < stop)
+            scores = scores.masked_fill(inside, float("inf"))
+        return scores
+
     def arguments(self, device: torch.device) -> dict[str, Any]:
-        """Return the arguments `sinks` to `stop_7` of `worth_of`; missing spans are empty."""
+        """Return the arguments `seen`, `clock` and `marked` of `worth_of`, for marked scores."""
         seen, clock = seen_and_clock(self.seen, device)
-        ends = {f"{end}_{i}": 0 for i in range(MOST_SPANS) for end in ("start", "stop")}
-        for i, (start, stop) in enumerate(self.spans):
-            ends |= {f"start_{i}": start, f"stop_{i}": stop}
-        pinned = {"sinks": self.sinks, "recents": self.recents, "seen": seen, "clock": clock}
-        return {**pinned, "spans": len(self.spans), **ends}
+        return {"seen": seen, "clock": clock, "marked": int(bool(self.spans))}
 
 
 def aux(tensors: Sequence[Tensor], most: int = MOST_AUX) -> dict[str, Tensor | None]:

@@ -15,8 +15,7 @@ HIGHEST = tl.constexpr(3.4028234663852886e38)  # the largest finite float32
 PINNED = tl.constexpr(0x7F800000)  # the result of `ordered` for +inf
 NO_SLOT = tl.constexpr(1 << 30)  # plus a slot's number: a position of no slot, all distinct
 
-PINS = ["slots", "heads", "score_b", "score_h", "sinks", "recents", "seen", "spans"]
-PINS += [f"{end}_{i}" for i in range(8) for end in ("start", "stop")]
+PINS = ["slots", "heads", "score_b", "score_h", "seen", "marked"]
 NEWER_AT = ["newer", "newer_b", "newer_h"]
 ROWS = ["starts", "lengths", "row_pins"]
 
@@ -29,46 +28,31 @@ def worth_of(
     slots,
     score_n,
     sinks,
-    recents,
-    seen,
-    clock,
-    spans,
-    start_0,
-    stop_0,
-    start_1,
-    stop_1,
-    start_2,
-    stop_2,
-    start_3,
-    stop_3,
-    start_4,
-    stop_4,
-    start_5,
-    stop_5,
-    start_6,
-    stop_6,
-    start_7,
-    stop_7,
+    newest,
+    marked,
 ):
-    """Return a row's scores as finite float32, +inf for pinned and missing slots, and positions."""
+    """Return a row's scores as finite float32, +inf for pinned and missing slots, and positions.
+
+    A score of +inf pins its slot where `marked` is 1; else it is the largest that is finite.
+    """
     held = slot < slots
     x = tl.load(scores + slot * score_n, held, 0.0).to(tl.float32)
     p = tl.load(positions + slot, held, 0)
-    now = tl.where(seen < 0, tl.load(clock, seen < 0, 0), seen)
-    pinned = (slot >= slots) | (p < sinks) | (p >= (now - recents).to(tl.int32))
-    if spans > 0:
-        pinned = pinned | (p >= start_0) & (p < stop_0) | (p >= start_1) & (p < stop_1)
-        pinned = pinned | (p >= start_2) & (p < stop_2) | (p >= start_3) & (p < stop_3)
-        pinned = pinned | (p >= start_4) & (p < stop_4) | (p >= start_5) & (p < stop_5)
-        pinned = pinned | (p >= start_6) & (p < stop_6) | (p >= start_7) & (p < stop_7)
+    pinned = (slot >= slots) | (p < sinks) | (p >= newest)
+    pinned = pinned | (x == float("inf")) & (marked > 0)
     x = tl.minimum(tl.maximum(tl.where(x != x, -HIGHEST, x), -HIGHEST), HIGHEST)
     return tl.where(pinned, float("inf"), x), tl.where(held, p, NO_SLOT | slot)
 
 
 @triton.jit
-def pins_of_row(row_pins, row):
-    """Return how many first and how many newest tokens of a row stay, from a table [B·K, 2]."""
-    return tl.load(row_pins + 2 * row), tl.load(row_pins + 2 * row + 1)
+def pins_of_row(row_pins, row, seen, clock):
+    """Return below and from which positions a row's tokens stay.
+
+    A table [B·K, 2] says how many first and newest tokens that are; a `seen` below 0 is at `clock`.
+    """
+    now = tl.where(seen < 0, tl.load(clock, seen < 0, 0), seen)
+    newest = (now - tl.load(row_pins + 2 * row + 1)).to(tl.int32)
+    return tl.load(row_pins + 2 * row), newest
 
 
 @triton.jit

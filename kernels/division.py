@@ -77,7 +77,7 @@ def as_adakv(
         safeguard: share of the unpinned slots that is divided evenly.
         scores: [B, K, longest], arbitrary behind a row's slots.
         positions: [B, K, longest] int32, contiguous.
-        pins: `seen` and `spans`; `row_pins` takes the place of `sinks` and `recents`.
+        pins: pinned slots, besides those of `row_pins`.
         rows: first slot and length of each row.
         row_pins: how many first and newest tokens of each row stay, [B·K, 2] int32.
         targets: slots that each row may have so far, [B·K] int32.
@@ -86,6 +86,7 @@ def as_adakv(
     """
     from kvcap.kernels.division_triton import divide_layer, rank_worths
 
+    scores = pins.mark(scores, positions)
     (batch, heads, slots), device = scores.shape, scores.device
     assert positions.is_contiguous()
     count, new = batch * heads, partial(torch.empty, dtype=torch.int32, device=device)

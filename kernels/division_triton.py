@@ -31,27 +31,9 @@ def rank_worths(
     score_b,
     score_h,
     score_n,
-    sinks,
-    recents,
     seen,
     clock,
-    spans,
-    start_0,
-    stop_0,
-    start_1,
-    stop_1,
-    start_2,
-    stop_2,
-    start_3,
-    stop_3,
-    start_4,
-    stop_4,
-    start_5,
-    stop_5,
-    start_6,
-    stop_6,
-    start_7,
-    stop_7,
+    marked,
     lengths,  # [B·K] int32
     row_pins,  # as in `pins_of_row`
     BLOCK: tl.constexpr,
@@ -62,7 +44,7 @@ def rank_worths(
     positions += row * slots
     worths += row * slots
     held, pinned = tl.load(lengths + row), tl.full([], 0, tl.int32)
-    sinks, recents = pins_of_row(row_pins, row)
+    sinks, newest = pins_of_row(row_pins, row, seen, clock)
     for begin in range(0, slots, BLOCK):
         slot = begin + tl.arange(0, BLOCK)
         worth, _ = worth_of(
@@ -72,26 +54,8 @@ def rank_worths(
             held,
             score_n,
             sinks,
-            recents,
-            seen,
-            clock,
-            spans,
-            start_0,
-            stop_0,
-            start_1,
-            stop_1,
-            start_2,
-            stop_2,
-            start_3,
-            stop_3,
-            start_4,
-            stop_4,
-            start_5,
-            stop_5,
-            start_6,
-            stop_6,
-            start_7,
-            stop_7,
+            newest,
+            marked,
         )
         x = ordered(worth)
         pinned += tl.sum(((x == PINNED) & (slot < held)).to(tl.int32), 0)

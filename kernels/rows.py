@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcap.kernels.arguments import MOST_SPANS, Pins, Spans, aux, strides
+from kvcap.kernels.arguments import Pins, aux, strides
 from kvcap.kernels.device import INTEGERS, able, bits, power_of_two
 from kvcap.kernels.launch import empty, run
 from kvcap.kernels.rotate import rotate_rows
@@ -60,17 +60,16 @@ def _as_number(x: Tensor) -> Tensor:
     return x.view(INTEGERS[size])[:, 0] if x.dim() == 2 and size in INTEGERS else x
 
 
-def covers(buffers: Sequence[Tensor], spans: Spans = ()) -> bool:
+def covers(buffers: Sequence[Tensor]) -> bool:
     """Return whether the kernels cover these tensors, on CUDA or on a CPU in Triton's interpreter.
 
     Args:
         buffers: the result of `moving`.
-        spans: pinned spans of positions.
     """
     dims = [x.dim() for x in buffers]
     alike = dims[:2] == [2, 2] and dims.count(2) == 2 and dims.count(1) <= MOST_AUX + 2
     contiguous = all(x.is_contiguous() for x in buffers)
-    return able(buffers[0]) and alike and contiguous and len(spans) <= MOST_SPANS
+    return able(buffers[0]) and alike and contiguous
 
 
 def padded_positions(positions: Tensor, rows: RowRanges, batch: int) -> Tensor:
@@ -227,8 +226,8 @@ def evict_one(
     one, and the row's last slot moves into the hole.
 
     Args:
-        scores: [B, K, longest], arbitrary behind a row's slots.
-        pins: `seen` and `spans`; `pool.pins` takes the place of `sinks` and `recents`.
+        scores: [B, K, longest], arbitrary behind a row's slots, as `pins.mark` returns them.
+        pins: pinned slots, besides those of `pool.pins`.
         pool: the rows.
         left: [B·K] int32, is written: slots of each row afterwards.
         newer: further shifts [B, K, w] int32 with last stride 1, such as those of an observation

@@ -267,7 +267,7 @@ class _Slots:
     def by_kernels(self) -> None:
         """Evict as `RowSlots` does."""
         evict = row_kernels.evict_one if self.count == 1 else row_kernels.evict
-        evict(self.padded, Pins(0, 0, self.slots, ()), self.moved, self.left)
+        evict(self.padded, Pins(self.slots, ()), self.moved, self.left)
 
     def eagerly(self) -> None:
         """Evict the same slots without kernels."""

@@ -159,7 +159,7 @@ class Layer:
         obs = Observation(keys, values, positions, seen, self.slots, rows=self.moved.rows)
         turn = pool.aux[SHIFT].expand(batch, heads, -1), self.rotation.table
         scores = kernels.score_rows(KeyDiff(), obs, kernels.StoredKeys(sums, turn))
-        row_kernels.evict_one(scores, Pins(0, 0, seen, ()), self.moved, self.left)
+        row_kernels.evict_one(scores, Pins(seen, ()), self.moved, self.left)
 
     def reset(self) -> None:
         """Set the keys' shifts back to their first values."""

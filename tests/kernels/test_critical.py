@@ -57,7 +57,7 @@ def test_rescored_as_by_its_own_code(batch, heads, slots, budget, pins, spans, a
     found = kernels.rescore(
         rescorer,
         scores,
-        Pins(0, 0, obs.num_tokens, spans),
+        Pins(obs.num_tokens, spans),
         replace(obs, rows=rows, state={"output_norm": norm}),
         ints([budget] * count),
         ints([pins] * count),

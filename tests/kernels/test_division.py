@@ -58,7 +58,7 @@ def test_heads_get_what_their_own_code_gives(sizes, more, safeguard, spans, at_o
     scores, positions, rows, row_pins, targets, average, block = layer(*sizes, **more)
     budget = AdaKV(safeguard=safeguard)
     # Newest tokens that stay are among those that are held.
-    pins = Pins(0, 0, sizes[2] + 40, spans)
+    pins = Pins(sizes[2] + 40, spans)
     given = scores, positions, pins, rows, row_pins, targets, average, block
     expected = division.by_split(budget, *given)
     with kernels.use("triton"):
@@ -79,7 +79,7 @@ def test_a_token_that_is_worth_as_much_in_all_heads_stays_in_the_first():
     given = (
         scores,
         positions,
-        Pins(0, 0, SEEN, ()),
+        Pins(SEEN, ()),
         RowRanges(starts, lengths, 8),
         pins,
         targets,
@@ -100,5 +100,5 @@ def test_a_budget_of_ones_own_divides_by_its_own_code(choice):
 
     given = list(layer(1, 3, 30, 30))
     with kernels.use(choice):
-        found = kernels.divide(Mine(), *given[:2], Pins(0, 0, SEEN, ()), *given[2:])
+        found = kernels.divide(Mine(), *given[:2], Pins(SEEN, ()), *given[2:])
     assert found.kept.tolist() == (given[2].lengths - 1).tolist()

@@ -110,7 +110,11 @@ class Layer:
         expected = [self.expected(k) for k in range(len(self.lengths))]
         left = ints([-1] * len(expected))
         more = [] if starts is None else [ints(starts)]
-        evict(self.scores, Pins(0, 0, seen, self.spans), self.moved(), left, self.newer, *more)
+        pins, moved = Pins(seen, self.spans), self.moved()
+        scores = pins.mark(
+            self.scores, rows.padded_positions(self.pool.positions, moved.rows, len(self.scores))
+        )
+        evict(scores, pins, moved, left, self.newer, *more)
         for k, (tensors, count) in enumerate(expected):
             held = self.lengths[k] - count
             assert int(left[k]) == held
@@ -149,7 +153,7 @@ def test_rows_of_other_layers_in_the_pool_stay_where_they_are():
         pins=ints(layer.pins[:2]),
         targets=ints(layer.targets[:2]),
     )
-    rows.evict(layer.scores[:, :2], Pins(0, 0, SEEN, ()), these, left, layer.newer[:, :2])
+    rows.evict(layer.scores[:, :2], Pins(SEEN, ()), these, left, layer.newer[:, :2])
     assert left.tolist() == [30, 5]
     for k, (tensors, count) in enumerate(expected):
         found = layer.found(k, starts[k], layer.lengths[k] - count)
@@ -238,8 +242,6 @@ def test_what_is_covered(monkeypatch):
     kinds = {str(i): torch.float32 for i in range(6)}
     buffers = SlotPool(9, 8, torch.float32, DEVICE, kinds).buffers()
     assert rows.covers(buffers)
-    assert rows.covers(buffers, ((0, 1),) * 8)
-    assert not rows.covers(buffers, ((0, 1),) * 9)
     assert not rows.covers([*buffers, buffers[-1]])
     assert not rows.covers([*buffers[:2], buffers[2][::2]])
     assert not rows.covers([*buffers[:2], buffers[0]])

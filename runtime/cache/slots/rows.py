@@ -16,7 +16,7 @@ from torch import Tensor
 from kvcap import kernels
 from kvcap.kernels import StoredKeys, append, decode, token
 from kvcap.kernels import rows as row_kernels
-from kvcap.kernels.arguments import MOST_SPANS, Pins
+from kvcap.kernels.arguments import Pins
 from kvcap.kernels.choice import ready
 from kvcap.kernels.division import Division
 from kvcap.policies import Observation, Policy
@@ -302,7 +302,7 @@ class RowSlots(SlotEngine):
         it after the pass, see `RowTable.agreed`.
         """
         rows, scores = step.rows, self._score(obs, step.stored)
-        pins = Pins(0, 0, obs.num_tokens, obs.pinned_spans[:MOST_SPANS])
+        pins = Pins(obs.num_tokens, obs.pinned_spans)
         division = None
         if self.policy.layout.divides(step.length):
             division = self._divide(scores, pins, obs, rows)
@@ -415,13 +415,10 @@ class RowSlots(SlotEngine):
 
 
 def _weighed(scores: Tensor, obs: Observation, rows: RowPass) -> Tensor:
-    """Weigh regions, and pin spans beyond those that kernels take, by scores [B, K, longest]."""
+    """Weigh regions and mark pinned spans by scores [B, K, longest]."""
     if rows.regions is not None:
         scores = row_kernels.weigh(scores, obs.positions, rows.regions)
-    for start, stop in obs.pinned_spans[MOST_SPANS:]:
-        inside = (obs.positions >= start) & (obs.positions < stop)
-        scores = scores.masked_fill(inside, float("inf"))
-    return scores
+    return Pins(obs.num_tokens, obs.pinned_spans).mark(scores, obs.positions)
 
 
 def evict_together(rows: RowPass) -> None:
@@ -452,7 +449,7 @@ def evict_together(rows: RowPass) -> None:
     shift = pool.aux.get(SHIFT)
     moved = row_kernels.Pool(first.moving, shift, placed, table.pins.flatten(0, 1), each(kept))
     left, spans = torch.empty_like(placed.lengths), tuple(first.policy.pinned_spans)
-    pins = Pins(0, 0, seen, spans[:MOST_SPANS])
+    pins = Pins(seen, spans)
     row_kernels.evict(scores, pins, moved, left, None, starts)
     for engine, gone in zip(engines, (lengths - kept).int().unbind(), strict=True):
         if engine.query_window is not None:
