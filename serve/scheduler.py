@@ -18,7 +18,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -388,36 +388,24 @@ class Scheduler:
         Raises:
             Exception: what `look` raises; `closing` where nobody looks any more.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Result] = loop.create_future()
-
-        def settle(result: Result | None, error: Exception | None) -> None:
-            if future.done():
-                return
-            if error is not None:
-                future.set_exception(error)
-            elif result is not None:
-                future.set_result(result)
-
-        def give(result: Result | None, error: Exception | None = None) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop has ended
-                loop.call_soon_threadsafe(settle, result, error)
+        future = Future[Result]()
 
         def looked() -> bool:
-            try:
-                result = look()
-            except Exception as error:
-                give(None, error)
-                return True
-            if result is not None:
-                give(result)
-            return result is not None
+            with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
+                try:
+                    result = look()
+                except Exception as error:
+                    future.set_exception(error)
+                else:
+                    if result is not None:
+                        future.set_result(result)
+            return future.done()
 
         with self._lock:
             if self._closing:
                 raise closing
             self._calls.put(lambda: self._looks.append(looked))
-        return await future
+        return await asyncio.wrap_future(future)
 
     def figures(self) -> Figures:
         """Return figures of what is held and was done."""
