@@ -77,7 +77,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once, a few minutes) ..."
 	@$(BIN)/pip install --quiet --requirement constraints.txt
 	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,plot]'
-	@$(BIN)/python -m kvcap.android_bench.server.vendor || echo "going on without the page of kvcap android serve"
+	@$(BIN)/python -m kvcap.lab.vendor || echo "going on without the page of kvcap android serve"
 	@touch $@
 
 $(DOCS)/.ready: $(VENV)/.ready # what only the documentation needs

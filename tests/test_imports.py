@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "pocket": set(),
     "evals": {"runtime", "policies", "kernels", "pocket"},
     "serve": {"runtime", "policies", "kernels", "pocket"},
-    "lab": {"runtime", "policies", "kernels", "pocket", "evals"},
+    "lab": {"runtime", "policies", "kernels", "pocket", "evals", "android_bench"},
 }
 ONLY_IN = {  # heavy or optional packages, and the one place each is imported
     "triton": {"kernels"},

@@ -1,6 +1,6 @@
 """The page in a real browser, headless: what it measures, and what can go wrong on the way.
 
-Needs Debian's package browser, and onnxruntime-web (python -m kvcap.android_bench.server.vendor).
+Needs Debian's package browser, and onnxruntime-web (python -m kvcap.lab.vendor).
 WebGPU runs in software here, which proves function, never speed.
 """
 
@@ -45,6 +45,7 @@ from kvcap.android_bench.server.serving import Serving
 from kvcap.export.graphs.formulations import FORMULATIONS
 from kvcap.export.graphs.shape import Shape
 from kvcap.export.graphs.spec import with_graphs_of_their_own
+from kvcap.lab import vendor as fetching
 from kvcap.runtime.errors import PortTaken
 
 
@@ -635,7 +636,7 @@ def test_what_cannot_be_served_is_refused_by_name(small, tmp_path, monkeypatch):
     with Serving(small, tmp_path) as serving, pytest.raises(PortTaken, match="--port 0"):
         Serving(small, tmp_path, port=serving.port)
     monkeypatch.setattr(vendor.require, "__defaults__", ({tmp_path: vendor.TEXT},))
-    with pytest.raises(vendor.VendorError, match=r"android_bench\.server\.vendor"):
+    with pytest.raises(vendor.VendorError, match=r"kvcap\.lab\.vendor"):
         Serving(small, tmp_path)
 
 
@@ -919,7 +920,7 @@ def test_what_is_vendored_is_whole_and_licensed():
     for folder, packages in vendor.FOLDERS.items():
         names = {path.name.removesuffix(".gz") for path in folder.iterdir()}
         files = {name for package in packages for name in package.files.values()}
-        notices = set(vendor.NOTICES) if vendor.ORT in packages else set()
+        notices = set(fetching.NOTICES) if vendor.ORT in packages else set()
         assert names == {*files, *notices, "VERSION"}
     assert "MIT License" in (vendor.FOLDER / "LICENSE").read_text()
     assert "Apache License" in (vendor.TEXT_FOLDER / "LICENSE.tokenizers").read_text()
@@ -930,14 +931,14 @@ def test_another_package_is_refused_and_leaves_nothing(tmp_path):
     false = tmp_path / "false.tgz"
     false.write_bytes(b"not what was published")
     with pytest.raises(vendor.VendorError, match="as published"):
-        vendor.vendor(tmp_path / "ort", [vendor.ORT], [false])
+        fetching.vendor(tmp_path / "ort", [vendor.ORT], [false])
     assert [path.name for path in tmp_path.iterdir()] == ["false.tgz"]
 
 
 def test_without_npm_the_error_says_what_would_work(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(vendor.VendorError, match="--tarball"):
-        vendor.vendor(tmp_path / "text", vendor.TEXT)
+        fetching.vendor(tmp_path / "text", vendor.TEXT)
     assert not list(tmp_path.iterdir())
     for packages in vendor.FOLDERS.values():
         assert {len(base64.b64decode(package.sha512)) for package in packages} == {64}

@@ -1,7 +1,7 @@
 """The page that chats, in a real browser: the same text and kept tokens as Python's ONNX Runtime.
 
 Needs Debian's package chromium, and the page's libraries
-(python -m kvcap.android_bench.server.vendor).
+(python -m kvcap.lab.vendor).
 """
 
 from __future__ import annotations
