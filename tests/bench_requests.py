@@ -35,7 +35,7 @@ def edited(folder: Path, target: Path, change: Any) -> Path:
     return target
 
 
-def asked(serving: Serving, method: str, path: str, body: Any = None, **headers: str) -> Any:
+def requested(serving: Serving, method: str, path: str, body: Any = None, **headers: str) -> Any:
     """Return the status and text of a plain request."""
     host = serving.url.split("/")[2].split(":")[0]
     connection = http.client.HTTPConnection(host, serving.port, timeout=PATIENCE)
@@ -49,5 +49,5 @@ def asked(serving: Serving, method: str, path: str, body: Any = None, **headers:
 def posted(serving: Serving, result: Any, **headers: str) -> tuple[int, dict[str, Any]]:
     body = result if isinstance(result, bytes) else json.dumps(result).encode()
     headers = {"Content-Type": "application/json", "User-Agent": "a test", **headers}
-    status, text = asked(serving, "POST", "/results", body, **headers)
+    status, text = requested(serving, "POST", "/results", body, **headers)
     return status, json.loads(text)

@@ -217,7 +217,7 @@ def plan() -> dict[str, Any]:
     return {**document, "id": plan_id(document)}
 
 
-def places(value: Any) -> list[tuple[Any, Any]]:
+def entries(value: Any) -> list[tuple[Any, Any]]:
     """Return every (container, key) of a document."""
     pairs, waiting = [], [value]
     while waiting:
@@ -233,7 +233,7 @@ def mutated(document: dict[str, Any], mutations: list[tuple[int, str, Any]]) -> 
     changed = copy.deepcopy(document)
     for where, act, given in mutations:
         odd = copy.deepcopy(given)  # a list put into itself would be a circle
-        every = places(changed)
+        every = entries(changed)
         holder, key = every[where % len(every)]
         if act == "word":  # a string in place of a string is likely to be accepted
             texts = [(h, k) for h, k in every if isinstance(h[k], str)]

@@ -96,24 +96,24 @@ def of_response(said: Any) -> Answer:
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """Events of a stream, whose lines name the type that their data has."""
-    found = []
+    """Return the events of a stream, whose lines name the type that their data has."""
+    sent = []
     for event in text.split("\n\n")[:-1]:
         kind, data = event.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert kind == f"event: {found[-1]['type']}"
-    return found
+        sent.append(json.loads(data.removeprefix("data: ")))
+        assert kind == f"event: {sent[-1]['type']}"
+    return sent
 
 
 def of_response_stream(text: str) -> Answer:
-    found = events(text)
-    assert [one["sequence_number"] for one in found] == list(range(len(found)))
-    kinds = [one["type"].removeprefix("response.") for one in found]
+    sent = events(text)
+    assert [one["sequence_number"] for one in sent] == list(range(len(sent)))
+    kinds = [one["type"].removeprefix("response.") for one in sent]
     assert kinds[:2] == ["created", "in_progress"]
     assert kinds.count("output_item.added") == kinds.count("output_item.done")
-    answer = of_response(found[-1]["response"])
-    assert found[-1]["response"]["status"] == kinds[-1]
-    deltas = [one for one in found if one["type"].endswith("output_text.delta")]
+    answer = of_response(sent[-1]["response"])
+    assert sent[-1]["response"]["status"] == kinds[-1]
+    deltas = [one for one in sent if one["type"].endswith("output_text.delta")]
     assert "".join(one["delta"] for one in deltas) == answer.text
     return answer
 
@@ -141,8 +141,8 @@ def of_message(said: Any) -> Answer:
 
 def of_message_stream(text: str) -> Answer:
     """Put the blocks together, each of which is begun, continued and ended in its turn."""
-    found, blocks, is_open = events(text), list[dict[str, Any]](), False
-    for one in found[1:-2]:
+    sent, blocks, is_open = events(text), list[dict[str, Any]](), False
+    for one in sent[1:-2]:
         kind = one["type"].removeprefix("content_block_")
         assert is_open == (kind != "start")
         is_open = kind != "stop"
@@ -154,13 +154,13 @@ def of_message_stream(text: str) -> Answer:
         assert one["index"] == len(blocks) - 1
     for block in blocks:
         block["input"] = json.loads(block.pop("partial_json", "null"))
-    assert [one["type"] for one in (found[0], *found[-2:])] == [
+    assert [one["type"] for one in (sent[0], *sent[-2:])] == [
         "message_start",
         "message_delta",
         "message_stop",
     ]
-    ended = {**found[-2]["delta"], "usage": found[-2]["usage"]}
-    return of_message({**found[0]["message"], **ended, "content": blocks})
+    ended = {**sent[-2]["delta"], "usage": sent[-2]["usage"]}
+    return of_message({**sent[0]["message"], **ended, "content": blocks})
 
 
 def of_line(said: Any) -> Answer:
@@ -228,7 +228,7 @@ class Api:
     """An API's address, the least that it answers, and its words."""
 
     path: str
-    asked: dict[str, Any]
+    least: dict[str, Any]
     tools: Any = None
     schema: dict[str, Any] | None = None
     whole: Callable[[Any], Answer] = of_chat

@@ -93,7 +93,7 @@ class StandIn:
         return self.answers[-1]
 
     @property
-    def asked(self) -> Ask:
+    def request(self) -> Ask:
         return self.answers[-1].ask
 
     async def encode(self, ask: Ask, *, special: bool = True) -> list[int]:

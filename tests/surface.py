@@ -25,7 +25,7 @@ from kvcap.serve.strip import Strip, strip_of
 TOKENS = 16  # of an answer
 
 
-class Heard(NamedTuple):
+class Answered(NamedTuple):
     """Holds an answer, and what is told of it: tokens recalled, slots in use, bytes at most."""
 
     text: str
@@ -48,7 +48,7 @@ class Surface(ABC):
         self.runtime, self.folder, self.open = runtime, folder, ExitStack()
 
     @abstractmethod
-    def say(self, text: str, *, pin: bool = False) -> Heard:
+    def say(self, text: str, *, pin: bool = False) -> Answered:
         """Send a message, and return its answer."""
 
     @abstractmethod
@@ -56,7 +56,7 @@ class Surface(ABC):
         """Say how much is recalled for the messages to come: `auto`, `off`, or so many tokens."""
 
     @abstractmethod
-    def again(self) -> Heard:
+    def again(self) -> Answered:
         """Answer the last message again."""
 
     @abstractmethod
@@ -108,22 +108,22 @@ class InPython(Surface):
         self.session: Session = runtime.session(seed=0)
         self.session.set_generation(max_new_tokens=TOKENS, temperature=0.0)
 
-    def say(self, text: str, *, pin: bool = False) -> Heard:
-        return self._heard("".join(self.session.send(text, pin=pin)))
+    def say(self, text: str, *, pin: bool = False) -> Answered:
+        return self._answered("".join(self.session.send(text, pin=pin)))
 
-    def _heard(self, text: str) -> Heard:
+    def _answered(self, text: str) -> Answered:
         stats, turn = self.session.stats, self.session.turn
         assert turn is not None
         slots = stats.held_tokens, stats.waiting_tokens, stats.evicted_tokens
-        return Heard(text, turn.recalled_tokens, *slots, stats.cap_bytes)
+        return Answered(text, turn.recalled_tokens, *slots, stats.cap_bytes)
 
     def recall(self, most: str) -> None:
         self.session.recall.limit = RecallSettings.parse(most).limit(
             self.runtime.plan.budget_tokens
         )
 
-    def again(self) -> Heard:
-        return self._heard("".join(self.session.regenerate()))
+    def again(self) -> Answered:
+        return self._answered("".join(self.session.regenerate()))
 
     def undo(self) -> None:
         self.session.undo()
@@ -155,10 +155,10 @@ class OnTheCommandLine(InPython):
         self.session = self.chat.session
         return out.getvalue()
 
-    def say(self, text: str, *, pin: bool = False) -> Heard:
+    def say(self, text: str, *, pin: bool = False) -> Answered:
         return self._read(f"/pin {text}" if pin else text)
 
-    def _read(self, line: str) -> Heard:
+    def _read(self, line: str) -> Answered:
         said = json.loads(self._run(line))
         recalled, kv = said["usage"]["recalled"], said["kv"]
         assert bool(recalled) == bool(said["recalled"])
@@ -168,12 +168,12 @@ class OnTheCommandLine(InPython):
             assert passage["score"] > 0
         assert kv["bytes"] <= kv["cap_bytes"]
         slots = (kv[f"{name}_tokens"] for name in ("held", "waiting", "evicted"))
-        return Heard(said["text"], recalled, *slots, kv["cap_bytes"])
+        return Answered(said["text"], recalled, *slots, kv["cap_bytes"])
 
     def recall(self, most: str) -> None:
         self._run(f"/recall {most}")
 
-    def again(self) -> Heard:
+    def again(self) -> Answered:
         return self._read("/regen")
 
     def undo(self) -> None:
@@ -207,21 +207,21 @@ class OverHttp(Surface):
         )
         self.client = self.open.enter_context(client)
 
-    def say(self, text: str, *, pin: bool = False) -> Heard:
+    def say(self, text: str, *, pin: bool = False) -> Answered:
         self.messages.append({"role": "user", "content": text, **({"pin": True} if pin else {})})
-        asked = {"messages": self.messages, "max_tokens": TOKENS, "temperature": 0}
+        request = {"messages": self.messages, "max_tokens": TOKENS, "temperature": 0}
         most = self.most if self.most in ("auto", "off") else int(self.most)
-        said = self.client.post("/v1/chat/completions", json={**asked, "recall": most}).json()
+        said = self.client.post("/v1/chat/completions", json={**request, "recall": most}).json()
         answer, usage = said["choices"][0]["message"]["content"], said["usage"]
         assert bool(usage["recalled"]) == bool(usage["recalled_passages"])
         self.messages.append({"role": "assistant", "content": answer})
         slots = (usage["kv"][name] for name in ("held", "waiting", "evicted", "cap_bytes"))
-        return Heard(answer, usage["recalled"], *slots)
+        return Answered(answer, usage["recalled"], *slots)
 
     def recall(self, most: str) -> None:
         self.most = most
 
-    def again(self) -> Heard:
+    def again(self) -> Answered:
         said = self.messages[-2]
         self.undo()
         return self.say(said["content"], pin="pin" in said)

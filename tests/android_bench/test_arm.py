@@ -73,7 +73,7 @@ def on_arm(folder: Path, jobs: dict[str, list[str]]) -> None:
 
 
 def tried(graph) -> list[Case]:
-    """The cases of a quick verification but one of its sizes."""
+    """Return the cases of a quick verification but one of its sizes."""
     return [case for case in cases(graph, quick=True) if case.slots != 2]
 
 

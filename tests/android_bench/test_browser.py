@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench_requests import asked, edited, posted, vendored
+from bench_requests import edited, posted, requested, vendored
 from make import argv, in_python
 from tools import PATIENCE
 
@@ -51,7 +51,7 @@ from kvcap.runtime.errors import PortTaken
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory) -> Path:
-    """fp16 and fp32, scores and evictions, one thread and two."""
+    """Return a plan of fp16 and fp32, scores and evictions, one thread and two."""
     quick = narrowed("quick", policies=["keydiff", "tova"], formulations=["stateless", "naive"])
     keydiff, tova = (
         next(v for v in quick.groups[0].variants if (v.policy, v.formulation) == wanted)
@@ -101,7 +101,7 @@ pytestmark = vendored
 
 @pytest.fixture(scope="module")
 def result(small, tmp_path_factory) -> dict[str, Any]:
-    """A good result of the small plan, of this machine."""
+    """Return a good result of the small plan, of this machine."""
     return run_here(small, ["--cores", "none"])
 
 
@@ -286,10 +286,10 @@ def test_over_plain_http_there_is_one_thread_and_the_page_says_so(plan, page, tm
     with Serving(plan, tmp_path, lan=address) as serving:
         token = serving.url.rstrip("/").rsplit("/", 1)[1]
         for path in ("/", "/index.html", f"/{token[:-1]}/", f"/{token}x/plan/plan.json"):
-            status, text = asked(serving, "GET", path)
+            status, text = requested(serving, "GET", path)
             assert status == 403
             assert "QR code" in text
-        assert asked(serving, "POST", "/results", b"{}")[0] in (403, 405)
+        assert requested(serving, "POST", "/results", b"{}")[0] in (403, 405)
         document = measured(page, serving)
     assert len(token) >= 20
     assert not document["runtime"]["isolated"]
@@ -603,7 +603,7 @@ def test_a_result_that_cannot_be_written_may_be_sent_again(serving, result):
 
 
 def test_other_sites_cannot_speak_to_the_server(serving, result):
-    status, _ = asked(serving, "GET", "/", Host="evil.example")
+    status, _ = requested(serving, "GET", "/", Host="evil.example")
     assert status == 400
     status, answer = posted(serving, result, **{"Content-Type": "text/plain"})
     assert (status, answer["error"]) == (415, "a result is sent as application/json")
@@ -615,7 +615,7 @@ def test_other_sites_cannot_speak_to_the_server(serving, result):
      "/ort/../app.js", "/plan//etc/passwd", "/.gitignore", "/plan/", "/server.py", "/ort"],
 )  # fmt: skip
 def test_only_files_that_the_plan_names_are_handed_out(serving, path):
-    assert asked(serving, "GET", path)[0] == 404
+    assert requested(serving, "GET", path)[0] == 404
 
 
 def test_nothing_is_let_in_or_out_of_the_page(serving):
@@ -641,7 +641,7 @@ def test_what_cannot_be_served_is_refused_by_name(small, tmp_path, monkeypatch):
 
 
 def own_address() -> str:
-    """An address of this machine that is not loopback, which browsers trust less."""
+    """Return an address of this machine that is not loopback, which browsers trust less."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -744,7 +744,7 @@ def test_the_command_refuses_by_name(small, tmp_path, arguments, said):
 
 @pytest.fixture(scope="module")
 def module(browser, small, tmp_path_factory) -> Iterator[Any]:
-    """Calls of the page's modules, from here."""
+    """Provide calls of the page's modules, from here."""
     with Serving(small, tmp_path_factory.mktemp("results")) as serving:
         page = browser.new_page()
         page.goto(serving.url)

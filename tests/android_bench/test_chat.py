@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench_requests import asked, vendored
+from bench_requests import requested, vendored
 from tools import PATIENCE, pocket_decoder, sliding_decoder
 
 from kvcap.android_bench.decoders import PAGE_BYTES, decoder_for_a_page
@@ -53,7 +53,7 @@ def opened(page: Any, serving: ChatServer) -> Any:
 
 
 def said(page: Any, text: str) -> str:
-    """The answer to a message."""
+    """Return the answer to a message."""
     page.get_by_role("textbox", name="Your message").fill(text)
     page.get_by_role("button", name="Send").click()
     page.get_by_role("button", name="Send").wait_for(timeout=SOON)
@@ -81,7 +81,7 @@ def test_the_page_answers_as_python_does_and_sends_nothing(decoder, page):
         assert len(requests) == loaded, "nothing is asked for once the model is there"
         assert all(one.method == "GET" for one in requests)
         assert all(one.url.startswith((serving.url, "blob:")) for one in requests)
-        assert asked(serving, "POST", "/results", b"{}")[0] == 405
+        assert requested(serving, "POST", "/results", b"{}")[0] == 405
         page.get_by_role("button", name="New conversation").click()
         page.locator(".said").first.wait_for(state="detached")
         assert said(page, "Hello!") == "".join(runtime.session().send("Hello!"))

@@ -35,12 +35,12 @@ WORK = DecoderWork(prompt=20, answer=20, long=300, minutes=0.002, every=0.05)
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory) -> Path:
-    """One small cell, and the built-in model's decoder of 128 slots."""
+    """Return one small cell, and the built-in model's decoder of 128 slots."""
     return planned(pocket_decoder(tmp_path_factory), tmp_path_factory)
 
 
 def planned(decoder: Path, factory: pytest.TempPathFactory) -> Path:
-    """A plan of one small cell and a decoder."""
+    """Return a plan of one small cell and a decoder."""
     quick = narrowed("quick", ["keydiff"], ["stateless"], ["fp32"], ["score"], [64])
     rules = replace(quick.rules, min_runs=3, min_seconds=0.006, warmup_seconds=0.001, rounds=2)
     sizes = shape_of(decoder)
@@ -245,7 +245,7 @@ def test_what_cannot_be_timed_is_refused_by_name(plan, tmp_path, capsys):
 
 
 def run_here_once(plan: Path) -> dict[str, Any]:
-    """A result that nothing was measured for."""
+    """Return a result that nothing was measured for."""
     wanted = read_plan(plan)["decoder"]
     row = {
         **{key: wanted[key] for key in ("id",)},

@@ -40,13 +40,13 @@ few = settings(max_examples=150)
 
 
 def safe_line(text: str) -> None:
-    """One line that a terminal shows as it is."""
+    """Hold a text to one line that a terminal shows as it is."""
     assert text.isprintable(), repr(text)
     assert len(text) <= 1000
 
 
 def safe_markdown(text: str, titles: int) -> None:
-    """No HTML, no control characters, no heading or row that a document brought."""
+    """Hold a page to no HTML, control character, heading or row that a document brought."""
     text.encode("utf-8")
     assert "<" not in text
     assert all(line.isprintable() for line in text.split("\n"))
@@ -208,7 +208,7 @@ def test_each_policy_of_a_plan_has_a_colour_of_its_own():
 
 
 def calls(work: Any) -> int:
-    """How many functions of Python run."""
+    """Count the functions of Python that run."""
     count = 0
 
     def seen(_frame: Any, event: str, _argument: Any) -> None:

@@ -69,7 +69,7 @@ SMALL = PlanPreset(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A plan with every kind of input and check."""
+    """Return a plan with every kind of input and check."""
     path = tmp_path_factory.mktemp("android") / "plan"
     write_plan(PlanRequest("quick", SMALL, SHAPE, "small"), path)
     return path
@@ -85,7 +85,7 @@ def result(folder, tmp_path_factory):
 
 @pytest.fixture
 def clean(result):
-    """A result without a doubt, with samples that are known: 1 to 100 times the slots."""
+    """Return a result without a doubt, with samples that are known: 1 to 100 times the slots."""
     document = copy.deepcopy(result)
     document["rules"] |= {"warmup_runs": 5, "warmup_seconds": 0.5, "min_runs": 50, "min_seconds": 2}
     for row in (*document["cells"], *document["baselines"]):
@@ -104,7 +104,7 @@ def clean(result):
 
 
 def edited(folder: Path, target: Path, change: Any) -> Path:
-    """A copy of a plan's folder with the plan changed and its id put right."""
+    """Return a copy of a plan's folder with the plan changed and its id put right."""
     for file in folder.rglob("*"):
         if file.is_file():
             (target / file.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ RUNNER = (sys.executable, "-m", "kvcap.android_bench.runner")
 
 
 def runner(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """A run in a process of its own, with more variables in its environment."""
+    """Run the runner in a process of its own, with more variables in its environment."""
     return ran([*RUNNER, *arguments], cwd=cwd, env={**os.environ, **env})
 
 
@@ -520,7 +520,7 @@ def test_marks_are_there_to_be_counted(outputs):
 
 
 def swap_slots(outputs):
-    """The first head keeps a slot that it should give up."""
+    """Let the first head keep a slot that it should evict."""
     slots = outputs["kept_slot"]
     gone = sorted(set(range(48)) - set(slots[0, 0].tolist()))
     slots[0, 0, 0] = gone[0]
@@ -846,7 +846,7 @@ def test_documents_that_break_the_schema_are_refused(clean, tmp_path, change, pl
 
 @pytest.fixture
 def saved(clean, tmp_path):
-    """Writes results to files."""
+    """Return a function that writes results to files."""
 
     def save(name: str, change: Any = lambda document: None) -> str:
         document = copy.deepcopy(clean)
@@ -899,7 +899,7 @@ def test_devices_stand_side_by_side(saved, capsys):
 
 
 def in_page(document: dict[str, Any]) -> None:
-    """One thread in WebAssembly, twice as slow, and again by WebGPU, four times."""
+    """Make a result one of WebAssembly, twice as slow, and of WebGPU, four times."""
     document["cells"] = [row for row in document["cells"] if row["threads"] == 1]
     slow = copy.deepcopy(document["cells"])
     for rows, provider, factor in ((document["cells"], "wasm", 2), (slow, "webgpu", 4)):

@@ -33,13 +33,13 @@ FILLER = " ".join(islice(filler(Random(0)), 40))
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Folders of random models with pocket's tokenizer: one plain, one that slides and caps."""
+    """Return folders of random models with pocket's tokenizer: one plain, one that slides."""
     make = tmp_path_factory.mktemp
     return {x: str(saved_model(make(x), x)) for x in ("qwen3", "gemma2")}
 
 
 def plain(where: str, ids: list[int], before: list[int] = [], shift: int = 1) -> torch.Tensor:  # noqa: B006
-    """The same scores from whole attention matrices, of the capped layers. [L, H]."""
+    """Return the scores [L, H] of capped layers, from whole attention matrices."""
     model = AutoModelForCausalLM.from_pretrained(
         where, attn_implementation="eager", dtype=torch.float32
     ).eval()

@@ -65,7 +65,7 @@ PAIRS = [
 
 
 def stock(folder: str, context: list[int], after: list[int]) -> tuple[float, bool]:
-    """The same from one pass of the plain model."""
+    """Return the likelihood from one pass of the plain model."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     ).eval()
@@ -331,7 +331,7 @@ MORE = {
 
 @pytest.fixture(scope="module")
 def local_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A task of each kind, whose questions stand behind a text."""
+    """Return a folder of tasks of each kind, whose questions stand behind a text."""
     folder = tmp_path_factory.mktemp("tasks")
     stated = facts(Random(5), 6)
     rows = [
@@ -366,7 +366,7 @@ ALONE = (
 def evaluated(
     arguments: list[str], folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
-    """What `kvcap lm-eval` writes to its results."""
+    """Return what `kvcap lm-eval` writes to its results."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(out / "cache"))
     monkeypatch.setattr(sys, "argv", sys.argv)
     from lm_eval.tasks import TaskManager
@@ -484,12 +484,12 @@ def test_sets_of_longbench_are_asked_as_the_page_says():
 
     Loader.add_constructor("!function", lambda loader, node: node.value)
     folder, same = Path(lm_eval.__file__).parent / "tasks/longbench", set()
-    for name, asked in SETS.items():
+    for name, longbench_set in SETS.items():
         task = yaml.load((folder / f"{name}.yaml").read_text(), Loader)
         template = Template(task["doc_to_text"], keep_trailing_newline=True)
         prompt = template.render(context="{context}", question="{input}")
-        assert task["generation_kwargs"]["max_gen_toks"] == asked.max_new_tokens
-        same |= {name} if prompt == asked.template else set()
+        assert task["generation_kwargs"]["max_gen_toks"] == longbench_set.max_new_tokens
+        same |= {name} if prompt == longbench_set.template else set()
     page = (Path(__file__).parents[2] / "docs/lm-eval.md").read_text()
     (row,) = (line for line in page.splitlines() if "the same numbers" in line)
     assert same == {*row.split("|")[1].split("`")[3::2]}

@@ -36,7 +36,7 @@ def random(*shape, seed=0):
 
 
 def inputs(columns, count=200):
-    """Vectors whose numbers go together, as those of a text do."""
+    """Return vectors whose numbers go together, as those of a text do."""
     return random(count, columns) @ random(columns, columns, seed=1) / columns**0.5
 
 
@@ -114,7 +114,7 @@ def made(family, **changes):
 
 
 def one_by_one(decoder, ids, rounding):
-    """The same by whole runs of the model: one for every layer, those before it rounded."""
+    """Round by whole runs of the model, one for every layer."""
     model, matrices = decoder.model, {}
     tied = model.config.tie_word_embeddings
     names = {module: name for name, module in decoder.named_modules()}
@@ -163,7 +163,7 @@ def test_a_layer_is_rounded_by_what_the_rounded_ones_before_it_give(family, chan
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A directory of a tiny model that knows pocket's tokens."""
+    """Return a directory of a tiny model that knows pocket's tokens."""
     folder = tmp_path_factory.mktemp("gptq") / "model"
     tiny_model("llama", num_hidden_layers=5, vocab_size=2560).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -221,18 +221,18 @@ def test_the_export_of_weights_in_files_has_the_rounded_numbers(
     assert "calibrated_on" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("dtype", "content", "told"), [
+@pytest.mark.parametrize(("dtype", "content", "says"), [
     ("int8", text(), "--calibrate is for --dtype int4, and this is int8"),
     ("fp32", text(), "--calibrate is for --dtype int4"),
     ("int4", "too short", "and at least 2,048 are needed"),
     ("int4", b"\xff\xfe\x00", "not UTF-8"),
     ("int4", None, "No such file"),
 ])  # fmt: skip
-def test_texts_that_cannot_be(dtype, content, told, checkpoint, tmp_path, capsys):
+def test_texts_that_cannot_be(dtype, content, says, checkpoint, tmp_path, capsys):
     read, out = tmp_path / "text.txt", tmp_path / "x"
     if content is not None:
         read.write_bytes(content if isinstance(content, bytes) else content.encode())
     given = ["export", "decoder", str(checkpoint), "-o", str(out), "--dtype", dtype]
     assert run([*given, "--calibrate", str(read)]) == 2
-    assert told in capsys.readouterr().err
+    assert says in capsys.readouterr().err
     assert not out.exists()

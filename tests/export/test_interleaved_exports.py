@@ -19,7 +19,7 @@ from kvcap.runtime.models import config as models
 
 
 def tiny_model(family: str, **changes: Any) -> Any:
-    """A random model whose attention picks tokens."""
+    """Return a random model whose attention picks tokens."""
     sizes = {"head_dim": 16} if family != "cohere" else {"logit_scale": 1.0}
     config = AutoConfig.for_model(family, **{**SIZES, **sizes, **changes})
     torch.manual_seed(0)

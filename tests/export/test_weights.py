@@ -21,7 +21,7 @@ def matrix(rows, columns, seed=0):
 
 
 def by_formula(weights, rounding):
-    """Every number of every block by itself: numbers, scales, zeros, and what they stand for."""
+    """Return numbers, scales, zeros, and what they stand for, of every block by itself."""
     rows, columns = weights.shape
     count = -(-columns // BLOCK)
     numbers = np.zeros((rows, count, BLOCK), int)
@@ -90,7 +90,7 @@ def test_rows_are_packed_the_same_in_parts(monkeypatch):
 
 
 def graph(shape, *, tied=False, bias=False, as_is=False):
-    """Tokens looked up in a table, times a matrix [N, K], transposed as PyTorch has it, or not."""
+    """Return a graph that looks tokens up in a table, times a matrix [N, K]."""
     rows, columns = shape
     value, node = helper.make_tensor_value_info, helper.make_node
     table = "head" if tied else "embed"

@@ -15,11 +15,11 @@ from kvcap.evals import bench
 def without_lab(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
 
-    def found(name: str, *more: Any) -> Any:
+    def find_others(name: str, *more: Any) -> Any:
         return None if name == "kvcap.lab" else find(name, *more)
 
     for module in (cli, bench):
-        monkeypatch.setattr(module, "find_spec", found)
+        monkeypatch.setattr(module, "find_spec", find_others)
 
 
 def test_a_checkout_has_all_commands_and_benchmarks() -> None:

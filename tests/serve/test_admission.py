@@ -75,14 +75,14 @@ def test_shared_prompts_take_their_part_of_the_cap(one: MemoryPlan) -> None:
     assert plan.fixed_bytes - none.fixed_bytes == plan.as_dict()["shared_prompt_bytes"]
     assert plan.shared_prompt_bytes == 9 * one.cache_bytes
     assert none.places - 9 <= plan.places < none.places
-    for places in (1, 7, 8, 17, 31, 32, 500):
-        cap = none.fixed_bytes + (places + 1) * none.place_bytes - 1
+    for conversations in (1, 7, 8, 17, 31, 32, 500):
+        cap = none.fixed_bytes + (conversations + 1) * none.place_bytes - 1
         usual = ServingPlan.of(one, shared, cap=cap, together=1)
-        assert usual.shared_prompts == min(4, places // 8)
-        assert places - usual.shared_prompts <= usual.places <= places
+        assert usual.shared_prompts == min(4, conversations // 8)
+        assert conversations - usual.shared_prompts <= usual.places <= conversations
         assert usual.total_bytes <= cap
-        every = ServingPlan.of(one, shared, cap=cap, together=1, places=places)
-        assert (every.places, every.shared_prompts) == (places, 0)
+        every = ServingPlan.of(one, shared, cap=cap, together=1, places=conversations)
+        assert (every.places, every.shared_prompts) == (conversations, 0)
     assert ServingPlan.of(one, shared).shared_prompts == 4  # without a cap
     least = none.fixed_bytes + none.place_bytes
     with pytest.raises(PlanInfeasible, match="or lower --shared-prompts, the KV budget"):
@@ -131,11 +131,11 @@ def test_not_even_one_is_refused_with_what_would_do(one: MemoryPlan) -> None:
 def test_plan_counts_copies_as_the_server_does(chat_model: str, capsys: Any, copies: int) -> None:
     given = ["plan", chat_model, "--budget-tokens", "64", "--shared-prompts", str(copies)]
     assert run([*given, "--serve", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["serve"]
+    served = json.loads(capsys.readouterr().out)["serve"]
     opened = admitted(chat_model, running=Running(), shared_prompts=copies)
     opened.scheduler.close()
-    assert found["shared_prompts"] == opened.plan.shared_prompts == copies
-    assert found["shared_prompt_bytes"] == opened.plan.shared_prompt_bytes
+    assert served["shared_prompts"] == opened.plan.shared_prompts == copies
+    assert served["shared_prompt_bytes"] == opened.plan.shared_prompt_bytes
     assert run(given) == 2
     assert f"--shared-prompts {copies} needs --serve" in capsys.readouterr().err
 
@@ -143,11 +143,11 @@ def test_plan_counts_copies_as_the_server_does(chat_model: str, capsys: Any, cop
 def test_plan_serve_says_how_many_fit(chat_model: str, capsys: Any) -> None:
     given = ["plan", chat_model, "--serve", "--budget-tokens", "64", "--memory-cap"]
     assert run([*given, "4GiB", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["serve"]
-    assert found["total_bytes"] <= found["cap"] == 4 << 30
-    assert found["places"] > 100
-    assert found["index_bytes"] == MIB
-    assert (found["rows_bytes"] > 0) is (best_device() != "cpu")  # a CPU rotates in place
+    served = json.loads(capsys.readouterr().out)["serve"]
+    assert served["total_bytes"] <= served["cap"] == 4 << 30
+    assert served["places"] > 100
+    assert served["index_bytes"] == MIB
+    assert (served["rows_bytes"] > 0) is (best_device() != "cpu")  # a CPU rotates in place
     assert run([*given, "64MiB", "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["least_memory_cap"] > 64 * MIB
     assert run([*given, "auto"]) == 0
@@ -273,9 +273,9 @@ def test_a_process_with_all_its_conversations_stays_within_its_cap(tmp_path: Pat
     wanted = ("plan", folder, "--serve", "--json", "--budget-tokens", "4096", "--memory-cap")
     least = json.loads(python(code, *wanted, "64MiB"))["least_memory_cap"]
     cap = least + 16 * MIB
-    told = python(PROGRAM, folder, str(cap), str(tmp_path / "kept"))
-    places, made, failed, answered, peak = map(int, told.split())
+    figures = python(PROGRAM, folder, str(cap), str(tmp_path / "kept"))
+    planned, made, failed, answered, peak = map(int, figures.split())
     assert failed == 0
-    assert answered == places + places // 2
-    assert made > places // 2
+    assert answered == planned + planned // 2
+    assert made > planned // 2
     assert peak <= cap

@@ -35,7 +35,7 @@ KEYS = ("one-key", "another-key")
 def test_options_of_the_chat_template_change_those_of_the_server(url, talk):
     off = {"enable_thinking": False, "mood": "kind"}
     assert post(url, chat_template_kwargs=off).status_code == 200
-    assert talk.asked.options == {"template_options": off}
+    assert talk.request.options == {"template_options": off}
     said = schemas.ChatRequest(messages=[], chat_template_kwargs={"mood": None})
     assert said.options(RequestLimits(), {"template_options": off}) == {
         "template_options": {"enable_thinking": False, "mood": None}
@@ -114,7 +114,7 @@ def test_only_the_right_keys_are_let_in_and_each_is_an_owner():
         for key in KEYS:
             with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key) as client:
                 client.chat.completions.create(model="pocket", messages=HELLO)
-                owners.add(talk.asked.owner)
+                owners.add(talk.request.owner)
         assert len(owners) == 2
         assert not any(key in owner for key in KEYS for owner in owners)
     assert talk.saved
@@ -325,4 +325,4 @@ def test_defaults_of_the_server_are_for_what_a_request_leaves_out():
     talk = StandIn()
     with serving(talk, defaults={"temperature": 0.0, "max_new_tokens": 9}) as server:
         post(server.url, max_tokens=2)
-        assert talk.asked.options == {"temperature": 0.0, "max_new_tokens": 2}
+        assert talk.request.options == {"temperature": 0.0, "max_new_tokens": 2}

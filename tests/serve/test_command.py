@@ -25,7 +25,7 @@ from kvcap.serve.commands import Address
 from kvcap.serve.scheduler import Scheduler
 
 FACT = "Please remember: the code for the blue door is 4821. " * 4
-ASKED: Any = {"model": "pocket", "temperature": 0, "max_tokens": 12}
+REQUEST: Any = {"model": "pocket", "temperature": 0, "max_tokens": 12}
 
 
 @pytest.fixture(scope="module")
@@ -38,42 +38,42 @@ def test_clients_at_once_are_answered_as_if_each_were_alone(client):
     chats: list[Any] = [[user(f"Please remember: my lucky number is {n}. " * 4)] for n in range(5)]
 
     def answer(messages: Any) -> str:
-        parts = client.chat.completions.create(messages=messages, stream=True, **ASKED)
+        parts = client.chat.completions.create(messages=messages, stream=True, **REQUEST)
         return "".join(part.choices[0].delta.content or "" for part in parts)
 
     with ThreadPoolExecutor(5) as threads:
-        found = list(threads.map(answer, chats))
-    assert found == [plain(pocket(), messages)[1] for messages in chats]
+        answers = list(threads.map(answer, chats))
+    assert answers == [plain(pocket(), messages)[1] for messages in chats]
 
 
 def test_log_probabilities_are_those_of_the_text(client):
     whole = client.chat.completions.create(
-        messages=[user("Hello!")], logprobs=True, top_logprobs=2, **ASKED
+        messages=[user("Hello!")], logprobs=True, top_logprobs=2, **REQUEST
     )
     content = whole.choices[0].logprobs.content
     assert "".join(one.token for one in content) == whole.choices[0].message.content
     assert all(one.logprob == one.top_logprobs[0].logprob <= 0 for one in content)
     assert {len(one.top_logprobs) for one in content} == {2}
     parts = client.chat.completions.create(
-        messages=[user("Hello!")], logprobs=True, stream=True, **ASKED
+        messages=[user("Hello!")], logprobs=True, stream=True, **REQUEST
     )
     streamed = [p.choices[0].logprobs.content for p in parts if p.choices[0].logprobs]
     assert [one.token for few in streamed for one in few] == [one.token for one in content]
-    text = client.completions.create(prompt="Hello!", logprobs=1, **ASKED).choices[0]
+    text = client.completions.create(prompt="Hello!", logprobs=1, **REQUEST).choices[0]
     assert text.logprobs.text_offset[0] == 0
     assert "".join(text.logprobs.tokens) == text.text
 
 
 def test_a_model_is_told_of_tools_that_its_template_does_not_write(client):
     tool: Any = {"type": "function", "function": {"name": "add"}}
-    asked = {"messages": [user("Hello!")], **ASKED, "max_tokens": 40}
-    plain = client.chat.completions.create(**asked)
-    said = client.chat.completions.create(**asked, tools=[tool], tool_choice="required")
+    request = {"messages": [user("Hello!")], **REQUEST, "max_tokens": 40}
+    plain = client.chat.completions.create(**request)
+    said = client.chat.completions.create(**request, tools=[tool], tool_choice="required")
     (call,) = said.choices[0].message.tool_calls
     assert (call.function.name, call.function.arguments) == ("add", "{}")
     assert said.usage.prompt_tokens > plain.usage.prompt_tokens + 40
     result = {"role": "tool", "tool_call_id": call.id, "content": "2"}
-    further = {**asked, "messages": [*asked["messages"], said.choices[0].message, result]}
+    further = {**request, "messages": [*request["messages"], said.choices[0].message, result]}
     more = client.chat.completions.create(**further, tools=[tool])
     assert more.usage.prompt_tokens_details.cached_tokens >= said.usage.prompt_tokens
 
@@ -146,14 +146,14 @@ def test_a_model_without_a_chat_template_is_named_at_start_and_in_answers(tmp_pa
             with openai.OpenAI(
                 base_url=f"{server.url}/v1", api_key="none", max_retries=0
             ) as client:
-                asked: Any = {"model": "plain", "max_tokens": 2}
-                assert client.completions.create(prompt="Once", **asked).choices[0].text
+                request: Any = {"model": "plain", "max_tokens": 2}
+                assert client.completions.create(prompt="Once", **request).choices[0].text
                 (listed,) = httpx.get(f"{server.url}/v1/models").json()["data"]
                 assert listed["chat_template"] is chats
                 if chats:
-                    assert client.chat.completions.create(messages=[user("Hello!")], **asked)
+                    assert client.chat.completions.create(messages=[user("Hello!")], **request)
                     continue
                 with pytest.raises(openai.BadRequestError, match="--chat-template FILE") as refused:
-                    client.chat.completions.create(messages=[user("Hello!")], **asked)
+                    client.chat.completions.create(messages=[user("Hello!")], **request)
                 assert refused.value.code == "no_chat_template"
                 assert "kvcap generate" not in str(refused.value)

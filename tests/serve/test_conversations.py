@@ -37,7 +37,7 @@ class Oracle:
         self.ways: dict[str, list[tuple[tuple[str, ...], int]]] = {}
 
     def check(self, owner: str, messages: list[dict[str, str]], reply: Any, answer: str) -> None:
-        """An answer must be that of a session that read what the reply says was read before."""
+        """Hold an answer to one of a session that read what the reply says was read before."""
         expected = dict[tuple[str, ...], str]()
         for held in range(len(messages)):
             new = json.dumps(messages[held:])
@@ -93,12 +93,12 @@ def test_whatever_many_clients_do_each_is_answered_from_its_own_context(
 
     async def chat(s: Scheduler) -> None:
         await asyncio.gather(*(client(s, number) for number in range(7)))
-        found = s.figures()
-        assert found.failed == found.dropped == 0
-        assert found.answering == found.waiting == 0
-        assert found.in_memory <= found.places
-        assert found.disk_bytes <= found.disk_cap
-        assert s._pool.made == found.places
+        figures = s.figures()
+        assert figures.failed == figures.dropped == 0
+        assert figures.answering == figures.waiting == 0
+        assert figures.in_memory <= figures.places
+        assert figures.disk_bytes <= figures.disk_cap
+        assert s._pool.made == figures.places
 
     disk = SavedConversations(tmp_path, 300_000)
     serve(Scheduler(runtime, limits(places=4, together=3, save_after_s=0.01), disk), chat)
@@ -150,22 +150,22 @@ def test_saved_conversations_survive_kills(
             lines = 1 + 4 * 2 + draw.randint(0, 8)  # at least two rounds
             names = set[str]()
             for _ in range(lines):
-                told = json.loads(process.stdout.readline())
-                if "found" in told and turn:
-                    assert told["found"] >= 3
-                if "name" in told and turn and told["name"] not in names:
-                    assert told["reused"] > 0  # what the killed one had saved
-                    names.add(told["name"])
-                if "saved" in told:
-                    assert told["dropped"] == 0
-                    saved = told["saved"]
+                line = json.loads(process.stdout.readline())
+                if "found" in line and turn:
+                    assert line["found"] >= 3
+                if "name" in line and turn and line["name"] not in names:
+                    assert line["reused"] > 0  # what the killed one had saved
+                    names.add(line["name"])
+                if "saved" in line:
+                    assert line["dropped"] == 0
+                    saved = line["saved"]
             process.kill()
         known = saved
         disk = SavedConversations(tmp_path, 64 << 20)  # the lock went with the process
         assert not list(tmp_path.glob("*.part"))
         files = sorted(tmp_path.glob("*.kvcap"))
-        found = [Session.load(runtime, file).messages for file in files]
-        assert all(messages in found for messages in known.values())
+        restored = [Session.load(runtime, file).messages for file in files]
+        assert all(messages in restored for messages in known.values())
         disk.close()
 
     async def chat(s: Scheduler) -> None:
@@ -199,7 +199,7 @@ def test_conversations_of_one_system_prompt_keep_its_first_tokens(
     async def chat(s: Scheduler) -> list[bool]:
         # A system prompt stays longer than other text, whatever the sinks.
         begun = [system] if sinks is None else []
-        found, talks = list[bool](), [[*begun, user(story.format(n))] for n in range(3)]
+        whole, talks = list[bool](), [[*begun, user(story.format(n))] for n in range(3)]
 
         async def answered(talks: list[list[dict[str, str]]]) -> list[list[dict[str, str]]]:
             replies = [s.submit(ask(*messages, tokens=4)) for messages in talks]
@@ -208,19 +208,19 @@ def test_conversations_of_one_system_prompt_keep_its_first_tokens(
             for conversation in s._pool.conversations:
                 session = conversation.session
                 session.fetch_cache()
-                found.append(first_kept(session))
+                whole.append(first_kept(session))
             return [[*m, said(answer)] for m, answer in zip(talks, answers, strict=True)]
 
         first = await answered(talks)
         await answered([[*talk, user(story.format("more"))] for talk in first])
         await answered([[*talk, user(story.format("else"))] for talk in first])  # go on otherwise
-        return found
+        return whole
 
     disk = SavedConversations(tmp_path, 1 << 24)
     scheduler = Scheduler(runtime, limits(places=2, together=together, save_after_s=0.0), disk)
-    found = serve(scheduler, chat)
-    assert len(found) >= 5
-    assert all(found) if sinks is None else not all(found)
+    whole = serve(scheduler, chat)
+    assert len(whole) >= 5
+    assert all(whole) if sinks is None else not all(whole)
 
 
 def test_a_short_conversation_in_the_place_of_a_long_one_is_saved_and_restored(
@@ -282,7 +282,7 @@ def test_a_broken_file_is_set_aside_by_name_and_its_conversation_read_anew(
 def test_a_full_disk_costs_conversations_and_nothing_else(
     runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = [user(f"Number {n}. " * 9) for n in range(4)]
+    questions = [user(f"Number {n}. " * 9) for n in range(4)]
     tight = SavedConversations(tmp_path / "tight", 1000)  # holds not one
     broken = SavedConversations(tmp_path / "broken", 1 << 20)
 
@@ -290,15 +290,15 @@ def test_a_full_disk_costs_conversations_and_nothing_else(
         raise SessionNotSaved("no room")
 
     async def chat(s: Scheduler) -> list[str]:
-        found = [await text_of(s.submit(ask(one))) for one in asked]
+        texts = [await text_of(s.submit(ask(one))) for one in questions]
         assert s.figures().dropped
         assert (s.figures().on_disk, s.figures().disk_bytes) == (0, 0)
-        return found
+        return texts
 
-    expected = [runtime.session() for _ in asked]
+    expected = [runtime.session() for _ in questions]
     for session in expected:
         session.set_generation(max_new_tokens=12, temperature=0.0)
-    answers = ["".join(x.send([y])) for x, y in zip(expected, asked, strict=True)]
+    answers = ["".join(x.send([y])) for x, y in zip(expected, questions, strict=True)]
     assert serve(Scheduler(runtime, limits(places=1), tight), chat) == answers
     monkeypatch.setattr(Session, "save", fail)
     assert serve(Scheduler(runtime, limits(places=1), broken), chat) == answers
@@ -349,9 +349,9 @@ def test_owners_and_ids_never_become_paths(runtime: Any, tmp_path: Path) -> None
 
 def test_spaces_around_an_answer_do_not_make_another_conversation() -> None:
     """Clients trim what they keep of it; what a user says counts as it is."""
-    asked = (user("Hello!"), said(" Hi. \n"), user("And now?"))
+    chat = (user("Hello!"), said(" Hi. \n"), user("And now?"))
     trimmed = (user("Hello!"), said("Hi."), user("And now?"))
-    assert keys_of(ask(*asked), "") == keys_of(ask(*trimmed), "")
+    assert keys_of(ask(*chat), "") == keys_of(ask(*trimmed), "")
     assert keys_of(ask(user(" Hello!")), "") != keys_of(ask(user("Hello!")), "")
 
 
@@ -359,10 +359,10 @@ def test_conversations_that_pins_allow_are_found_as_the_rule_says():
     """New messages are all pinned, or none: found at once for all beginnings of a request."""
     for pins in itertools.product((False, True), repeat=5):
         pinned = frozenset(index for index, pin in enumerate(pins) if pin)
-        asked = ask(*[user(str(n)) for n in range(5)], pins=pinned)
-        keys = keys_of(asked, "")
+        chat = ask(*[user(str(n)) for n in range(5)], pins=pinned)
+        keys = keys_of(chat, "")
         allowed = {keys[count - 1]: count for count in range(1, 5) if len(set(pins[count:])) == 1}
-        assert beginnings(asked, keys) == allowed
+        assert beginnings(chat, keys) == allowed
 
 
 def test_waiting_for_a_named_conversation_takes_no_look_at_the_request():
@@ -373,6 +373,6 @@ def test_waiting_for_a_named_conversation_takes_no_look_at_the_request():
             raise AssertionError("the messages were looked at")
 
     held = ConversationPool(None, 1, None)  # type: ignore[arg-type]
-    asked = ask(user("Hello!"), session_id="same")
-    held.open(asked, None, None)
-    assert held.find(asked, Unread()).wait
+    request = ask(user("Hello!"), session_id="same")
+    held.open(request, None, None)
+    assert held.find(request, Unread()).wait

@@ -31,7 +31,7 @@ BESIDE = 256 << 20  # bytes that the container holds beside the server
 
 
 def given(instruction: str) -> list[str]:
-    """What follows an instruction, wherever it stands in the Dockerfile."""
+    """Return what follows an instruction, wherever it stands in the Dockerfile."""
     return [re.sub(r"\\\n\s*", "", text) for name, text in INSTRUCTIONS if name == instruction]
 
 
@@ -49,13 +49,13 @@ def health_check(port: str) -> list[str]:
 
 @pytest.fixture
 def service() -> dict[str, Any]:
-    """Of the compose file, with its defaults."""
+    """Return the service of the compose file, with its defaults."""
     text = (ROOT / "docker" / "compose.yaml").read_text()
     while (given := re.sub(r"\$\{\w+:-([^${}]*)\}", r"\1", text)) != text:
         text = given
-    found = yaml.safe_load(text)
-    assert "${" not in str(found)
-    return found["services"]["kvcap"]  # type: ignore[no-any-return]
+    composed = yaml.safe_load(text)
+    assert "${" not in str(composed)
+    return composed["services"]["kvcap"]  # type: ignore[no-any-return]
 
 
 def test_the_container_is_of_a_user_without_rights(service: dict[str, Any]) -> None:

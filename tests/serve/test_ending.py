@@ -30,7 +30,7 @@ LONG: Any = {
 
 
 def test_streams_end_by_an_error_and_the_log_says_so(caplog):
-    scheduler, found = Scheduler(pocket(), Limits(places=2, together=2)), list[Any]()
+    scheduler, received = Scheduler(pocket(), Limits(places=2, together=2)), list[Any]()
     app = application(scheduler, Settings("pocket"))
     with caplog.at_level(logging.WARNING, "kvcap.serve"):
         server = Server(app, bound("127.0.0.1", 0), RequestLimits(), patience_s=0.2)
@@ -41,14 +41,14 @@ def test_streams_end_by_an_error_and_the_log_says_so(caplog):
                 body = {**LONG, "stream": True}
                 with httpx.stream("POST", url, json=body, timeout=PATIENCE) as answer:
                     for line in answer.iter_lines():
-                        found.append(line)
+                        received.append(line)
                         began.set()
 
             asking = threading.Thread(target=ask)
             asking.start()
             assert began.wait(PATIENCE)
         asking.join(PATIENCE)
-    last = [line for line in found if line][-1]
+    last = [line for line in received if line][-1]
     error = json.loads(last.removeprefix("data: "))["error"]
     assert (error["code"], "the server is closing" in error["message"]) == ("busy", True)
     assert "the server ends after 0.2 s; answers cut short: 1" in caplog.text

@@ -55,24 +55,24 @@ class One:
     """A conversation of one owner."""
 
     def __init__(self, owner: str, strip: Strip) -> None:
-        self.owner, self.found = owner, strip
+        self.owner, self.held = owner, strip
 
     async def delete(self, owner: str, session_id: str) -> None:
         await self.strip(owner, session_id)
         self.owner = ""
 
     async def strip(self, owner: str, session_id: str) -> Strip:
-        if (owner, session_id) != (self.owner, self.found.session_id):
+        if (owner, session_id) != (self.owner, self.held.session_id):
             raise ConversationUnknown("there is no such conversation")
-        return self.found
+        return self.held
 
     def figures(self) -> Figures:
-        return Figures(policy=self.found.policy, budget_tokens=self.found.budget_tokens)
+        return Figures(policy=self.held.policy, budget_tokens=self.held.budget_tokens)
 
 
 @pytest.fixture
 def client(runtime) -> TestClient:
-    """Of a server that asks for keys, and has a conversation of the first's."""
+    """Return a client of a server that asks for keys, and has a conversation."""
     owner = hashlib.sha256(KEYS[0].encode()).hexdigest()[:32]
     one: Any = One(owner, strip_of(runtime.session(), "ada"))
     settings = Settings("pocket", keys=KEYS, hosts=None, open_paths=OPEN_PATHS)
@@ -81,7 +81,7 @@ def client(runtime) -> TestClient:
 
 @pytest.fixture
 def page(browser) -> Iterator[Any]:
-    """A page that must not complain, of a browser that knows nothing yet."""
+    """Provide a page that must not complain, of a browser that knows nothing yet."""
     context = browser.new_context(viewport={"width": 360, "height": 740})
     page, complaints = context.new_page(), []
     page.set_default_timeout(SOON)
@@ -110,7 +110,7 @@ def write(page: Any, text: str) -> None:
 
 
 def answered(page: Any) -> str:
-    """The answer, once it is there."""
+    """Return the answer, once it is there."""
     page.get_by_role("button", name="Answer again").wait_for()
     return str(page.locator(".assistant .said").last.inner_text())
 
@@ -122,9 +122,9 @@ def say(page: Any, text: str) -> str:
 
 
 def kept(page: Any) -> list[dict[str, Any]]:
-    """The conversations in the browser's storage, those that changed last first."""
-    found = page.evaluate("Object.entries(localStorage)")
-    chats = [json.loads(v) for k, v in found if k.startswith("kvcap.conversation.")]
+    """Return the conversations in the browser's storage, those that changed last first."""
+    entries = page.evaluate("Object.entries(localStorage)")
+    chats = [json.loads(v) for k, v in entries if k.startswith("kvcap.conversation.")]
     return sorted(chats, key=lambda one: -one["changed"])
 
 
@@ -136,11 +136,11 @@ def test_the_page_is_a_fixed_list_of_files_under_a_strict_policy(client):
     there = {str(path.relative_to(PAGE)) for path in PAGE.rglob("*") if path.is_file()}
     assert {name for name, _ in FILES.values()} == {name for name in there if "LICENSE" not in name}
     for path, (name, kind) in FILES.items():
-        found = client.get(f"/{path}")
-        assert found.content == (PAGE / name).read_bytes()
-        assert found.headers["content-type"].startswith(kind)
-        assert {key: found.headers[key] for key in HEADERS} == HEADERS
-        again = client.get(f"/{path}", headers={"If-None-Match": found.headers["etag"]})
+        answer = client.get(f"/{path}")
+        assert answer.content == (PAGE / name).read_bytes()
+        assert answer.headers["content-type"].startswith(kind)
+        assert {key: answer.headers[key] for key in HEADERS} == HEADERS
+        again = client.get(f"/{path}", headers={"If-None-Match": answer.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
     policy = HEADERS["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'")
@@ -188,16 +188,16 @@ def test_a_conversation_is_deleted_by_its_owner(client):
     assert client.delete(where).status_code == 401
     for key, status in ((KEYS[1], 404), (KEYS[0], 200), (KEYS[0], 404)):
         client.headers["Authorization"] = f"Bearer {key}"
-        found = client.delete(where)
-        assert found.status_code == status
+        answer = client.delete(where)
+        assert answer.status_code == status
         if status == 200:
-            assert found.json() == {
+            assert answer.json() == {
                 "id": "ada",
                 "object": "kvcap.session.deleted",
                 "deleted": True,
             }
         else:
-            assert found.json()["error"]["code"] == "conversation_not_found"
+            assert answer.json()["error"]["code"] == "conversation_not_found"
     assert client.get(where).status_code == 405
 
 
@@ -222,8 +222,8 @@ def test_slots_that_wait_for_the_next_eviction_are_told_apart(page, url, runtime
 
 def test_a_conversation_and_what_is_left_of_it(page, url, runtime):
     """The words of a session in Python, and its tokens with the heads that hold them."""
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
+    addresses: list[str] = []
+    page.on("request", lambda request: addresses.append(request.url))
     opened(page, url)
     session = runtime.session()
     session.set_generation(max_new_tokens=64)
@@ -252,11 +252,11 @@ def test_a_conversation_and_what_is_left_of_it(page, url, runtime):
             for i, count in enumerate(held)
         ]
         assert len(set(held)) > 2
-        told = f"{len(held) - held.count(0)} of {len(held)} tokens are held"
+        counted = f"{len(held) - held.count(0)} of {len(held)} tokens are held"
         summary = page.locator("#summary").inner_text()
         assert summary.startswith("Every head keeps tokens of its own")
-        assert told in summary
-    assert all(address.startswith(url) for address in asked)
+        assert counted in summary
+    assert all(address.startswith(url) for address in addresses)
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
     page.keyboard.press("Escape")
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
@@ -435,9 +435,9 @@ def test_a_long_text_is_pasted_beside_the_field_and_folded_once_it_is_sent(page,
     assert page.locator("#pasted li").count() == 1
     assert page.locator("#pasted").get_by_text("1,020,000 letters").is_visible()
     text.press_sequentially("Is it long?")
-    with page.expect_request("**/v1/chat/completions") as asked:
+    with page.expect_request("**/v1/chat/completions") as request:
         page.keyboard.press("Enter")
-    (message,) = json.loads(asked.value.post_data)["messages"]
+    (message,) = json.loads(request.value.post_data)["messages"]
     assert message["content"] == f"{pasted}\n\nIs it long?"
     answered(page)
     assert page.locator("#pasted li").count() == 0
@@ -587,12 +587,12 @@ def test_full_storage_is_shown_and_loses_nothing(page, url):
         press(alert, "Export")
     (saved,) = json.loads(download.value.path().read_text())
     assert [one["content"] for one in saved["messages"]][:3] == [FACT, first, QUESTION]
-    asked: list[str] = []
-    page.once("dialog", lambda dialog: (asked.append(dialog.type), dialog.dismiss()))
+    dialogs: list[str] = []
+    page.once("dialog", lambda dialog: (dialogs.append(dialog.type), dialog.dismiss()))
     page.evaluate("setTimeout(() => location.reload())")
-    while not asked:  # the browser asks, and the page stays
+    while not dialogs:  # the browser asks, and the page stays
         page.wait_for_timeout(10)
-    assert asked == ["beforeunload"]
+    assert dialogs == ["beforeunload"]
     press(page, "Conversations")
     page.locator("#list .open", has_text="Hello!").click()
     press(page, "Conversations")
@@ -657,10 +657,10 @@ def test_half_an_answer_is_marked_after_a_reload_and_gone_on_with(page, url):
     page.get_by_text("Stopped before its end").wait_for()
     half = kept(page)[0]["messages"]
     assert half[1]["ended"] == "stopped"
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     def go_on(route: Any) -> None:
-        asked.append(json.loads(route.request.post_data)["messages"])
+        requests.append(json.loads(route.request.post_data)["messages"])
         piece = {"choices": [{"delta": {"content": " and more"}, "finish_reason": "stop"}]}
         route.fulfill(body=f"data: {json.dumps(piece)}\n\ndata: [DONE]\n\n")
 
@@ -668,7 +668,7 @@ def test_half_an_answer_is_marked_after_a_reload_and_gone_on_with(page, url):
     page.evaluate(GO_ON)
     press(page, "Continue")
     page.locator(".assistant .said", has_text="and more").wait_for()
-    assert asked == [[{key: one[key] for key in ("role", "content")} for one in half]]
+    assert requests == [[{key: one[key] for key in ("role", "content")} for one in half]]
     answered(page)
     whole = {"role": "assistant", "content": f"{half[1]['content']} and more", "took": {}}
     assert kept(page)[0]["messages"] == [half[0], whole]
@@ -683,7 +683,7 @@ def test_refusals_are_told_and_nothing_is_lost(page, url):
     opened(page, url)
     say(page, "Hello!")
     busy = {"error": {"message": "16 requests wait already"}}
-    for status, headers, body, told in (
+    for status, headers, body, says in (
         (429, {"Retry-After": "3"}, json.dumps(busy), "16 requests wait already. Try again in 3"),
         (502, {}, "<h1>Bad gateway</h1>", "The server answered 502"),
         (200, {}, 'data: {"error": {"message": "memory is full"}}\n\n', "Memory is full."),
@@ -692,7 +692,7 @@ def test_refusals_are_told_and_nothing_is_lost(page, url):
         given = {"status": status, "headers": headers, "body": body}
         page.route("**/v1/chat/completions", partial(fulfilled, given))
         write(page, FACT)
-        page.get_by_role("alert").get_by_text(told).wait_for()
+        page.get_by_role("alert").get_by_text(says).wait_for()
         assert page.get_by_role("textbox").input_value() == FACT
         page.unroute("**/v1/chat/completions")
     page.route("**/v1/chat/completions", lambda route: route.abort())
@@ -813,9 +813,9 @@ def test_a_conversation_has_a_title_a_system_prompt_and_settings(page, url):
         page.get_by_label(label).fill(value)
     press(page, "Save")
     assert kept(page) == []
-    with page.expect_request("**/v1/chat/completions") as asked:
+    with page.expect_request("**/v1/chat/completions") as request:
         say(page, FACT)
-    body = json.loads(asked.value.post_data)
+    body = json.loads(request.value.post_data)
     system = {"role": "system", "content": "Be brief."}
     assert body["messages"] == [system, {"role": "user", "content": FACT}]
     assert (body["temperature"], body["max_tokens"]) == (0.3, 7)
@@ -836,9 +836,9 @@ def test_a_conversation_has_a_title_a_system_prompt_and_settings(page, url):
     press(page, "Save")
     assert page.locator("h1").inner_text() == FACT
     press(page, "Conversations", "New conversation")
-    with page.expect_request("**/v1/chat/completions") as asked:
+    with page.expect_request("**/v1/chat/completions") as request:
         say(page, "Hello!")
-    body = json.loads(asked.value.post_data)
+    body = json.loads(request.value.post_data)
     assert body["messages"][0] == system
     assert (body["temperature"], body["max_tokens"]) == (0.3, None)
 
@@ -921,10 +921,10 @@ def test_conversations_are_searched(page, url):
         say(page, text)
     press(page, "Conversations")
     search = page.get_by_role("searchbox", name="Search the conversations")
-    for words, found in {"larch north": 1, "palm": 0}.items():
+    for words, count in {"larch north": 1, "palm": 0}.items():
         search.fill(words)
-        assert page.locator("#list .open").count() == found
-        assert page.get_by_text("No conversation has these words").is_visible() == (not found)
+        assert page.locator("#list .open").count() == count
+        assert page.get_by_text("No conversation has these words").is_visible() == (not count)
     search.fill("")
     page.set_viewport_size({"width": 1280, "height": 800})
     whole = "(all) => all.map((one) => one.scrollWidth <= one.clientWidth)"

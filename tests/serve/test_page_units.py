@@ -19,8 +19,8 @@ def units(*calls: tuple[Any, ...]) -> list[Any]:
     """Return what functions of the page give: each call is a function's name and its arguments."""
     driver = pytest.importorskip("playwright", reason="no playwright: pip install it")
     node = Path(driver.__file__).parent / "driver" / "node"
-    asked = json.dumps([[name, given] for name, *given in calls])
-    done = ran([node, PROGRAM, PAGE], input=asked, check=True)
+    request = json.dumps([[name, given] for name, *given in calls])
+    done = ran([node, PROGRAM, PAGE], input=request, check=True)
     return list(json.loads(done.stdout))
 
 

@@ -31,17 +31,17 @@ async def answer(s: Scheduler, *messages: Any, **more: Any) -> tuple[str, Any]:
 
 
 def answers(runtime: Any, asks: list[Ask], **given: Any) -> list[tuple[str, Any]]:
-    """Texts and usages of requests, one after the other."""
+    """Return texts and usages of requests, one after the other."""
 
     async def chat(s: Scheduler) -> Any:
-        found = list[Any]()
+        pairs = list[Any]()
         for one in asks:
             reply = s.submit(one)
-            found.append((await text_of(reply), reply.usage))
-        return found
+            pairs.append((await text_of(reply), reply.usage))
+        return pairs
 
-    found: list[tuple[str, Any]] = serve(Scheduler(runtime, limits(**given)), chat)
-    return found
+    pairs: list[tuple[str, Any]] = serve(Scheduler(runtime, limits(**given)), chat)
+    return pairs
 
 
 POLICIES = ["keydiff", "snapkv", "h2o", "adakv", "calidrop", "random"]
@@ -59,12 +59,12 @@ def test_an_answer_is_the_same_from_a_copy(chat_model: str, policy: str, pinned:
         ask(SYSTEMS[0], user(text), options=options, pins=pins)
         for text in ("Bread?", "What is the red door? " * 16, "Bread?")
     ]
-    without, found = (answers(runtime, asks, shared_prompts=n) for n in (0, 1))
-    assert [text for text, _ in found] == [text for text, _ in without]
-    for (_, alone), (_, usage) in zip(without, found, strict=True):
+    without, shared = (answers(runtime, asks, shared_prompts=n) for n in (0, 1))
+    assert [text for text, _ in shared] == [text for text, _ in without]
+    for (_, alone), (_, usage) in zip(without, shared, strict=True):
         assert (usage.prompt_tokens, usage.held) == (alone.prompt_tokens, alone.held)
         assert (usage.evicted, alone.reused_tokens) == (alone.evicted, 0)
-    first, *others = (usage.reused_tokens for _, usage in found)
+    first, *others = (usage.reused_tokens for _, usage in shared)
     assert first == 0
     assert min(others) > 40
 
@@ -91,9 +91,9 @@ def test_tools_alone_are_shared_and_others_are_not(runtime: Any) -> None:
 def test_both_backends_begin_from_copies(runtime: Any) -> None:
     engine = ToyEngine(64)
     asks = [ask(SYSTEMS[0], user(text)) for text in ("One?", "Two?")]
-    without, found = (answers(engine, asks, shared_prompts=n) for n in (0, 4))
-    assert [text for text, _ in found] == [text for text, _ in without]
-    assert found[1][1].reused_tokens > 16
+    without, shared = (answers(engine, asks, shared_prompts=n) for n in (0, 4))
+    assert [text for text, _ in shared] == [text for text, _ in without]
+    assert shared[1][1].reused_tokens > 16
 
 
 def test_what_was_copied_is_counted(runtime: Any) -> None:
@@ -103,10 +103,10 @@ def test_what_was_copied_is_counted(runtime: Any) -> None:
         assert (kept.shared_prompts, kept.prompts_shared, kept.shared_tokens) == (1, 0, 0)
         assert 0 < kept.shared_prompt_bytes <= runtime.plan.cache_bytes
         text, second = await answer(s, SYSTEMS[0], user("Salt?"))
-        found = s.figures()
-        assert found.prompts_shared == 1
-        assert found.shared_tokens == second.reused_tokens == found.reused_tokens
-        assert found.prompt_tokens == first.prompt_tokens + (
+        figures = s.figures()
+        assert figures.prompts_shared == 1
+        assert figures.shared_tokens == second.reused_tokens == figures.reused_tokens
+        assert figures.prompt_tokens == first.prompt_tokens + (
             second.prompt_tokens - second.reused_tokens
         )
         _, third = await answer(s, SYSTEMS[0], user("Salt?"), said(text), user("And?"))
@@ -171,7 +171,7 @@ def test_no_key_sees_what_another_said(runtime: Any, talks: Any) -> None:
     read = dict[tuple[str, str], str]()
 
     async def client(s: Scheduler, owner: str) -> list[tuple[str, int]]:
-        found, known = list[tuple[str, int]](), set[int]()
+        answered, known = list[tuple[str, int]](), set[int]()
         for number, (system, lengths) in enumerate(talks[owner]):
             messages: list[Any] = [SYSTEMS[system]]
             for place, length in enumerate(lengths):
@@ -192,18 +192,18 @@ def test_no_key_sees_what_another_said(runtime: Any, talks: Any) -> None:
                 for other in OWNERS:
                     assert (other in read[owner, name]) == (other == owner)
                     assert other == owner or other not in passages
-                found.append((text, usage.evicted))
-        return found
+                answered.append((text, usage.evicted))
+        return answered
 
     async def chat(s: Scheduler) -> Any:
-        found = await asyncio.gather(*(client(s, owner) for owner in OWNERS))
-        return found, s.figures()
+        answered = await asyncio.gather(*(client(s, owner) for owner in OWNERS))
+        return answered, s.figures()
 
-    (without, _), (found, counts) = (
+    (without, _), (answered, counts) = (
         serve(Scheduler(runtime, limits(places=8, together=3, shared_prompts=n)), chat)
         for n in (0, 9)
     )
-    assert found == without
+    assert answered == without
     begun = sum(len({x[0] for x in one}) for one in talks.values())
     assert counts.shared_prompts == begun
     assert counts.prompts_shared == sum(map(len, talks.values())) - begun

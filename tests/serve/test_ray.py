@@ -39,7 +39,7 @@ def user(number: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small random model, which does not end an answer by itself."""
+    """Return a small random model, which does not end an answer by itself."""
     return str(saved_model(tmp_path_factory.mktemp("model"), eos_token_id=[]))
 
 
@@ -106,17 +106,17 @@ def test_two_replicas_answer_as_one_process_does(server: Server, model: str) -> 
 
 
 def replicas() -> list[int]:
-    """Their processes."""
+    """Return the processes of the replicas."""
     import psutil
 
-    found = psutil.process_iter(["pid", "cmdline"])
+    running = psutil.process_iter(["pid", "cmdline"])
     return [
-        one.pid for one in found if (one.info["cmdline"] or [""])[0].startswith("ray::ServeRep")
+        one.pid for one in running if (one.info["cmdline"] or [""])[0].startswith("ray::ServeRep")
     ]
 
 
 def working() -> int:
-    """The replica that answers now."""
+    """Return the replica that answers now."""
     import psutil
 
     known = {pid: psutil.Process(pid) for pid in replicas()}

@@ -25,7 +25,7 @@ SITE = "https://chat.example.org"
 
 @contextmanager
 def reached(address: Address, **more: Any) -> Iterator[Server]:
-    """A server that is let in by these options, on a free port of this machine."""
+    """Provide a server that is let in by these options, on a free port of this machine."""
     settings = Settings("pocket", hosts=address.hosts(), origins=address.origins(), **more)
     app, tls = application(StandIn(), settings), address.tls()
     with Server(app, bound("127.0.0.1", 0), RequestLimits(), tls=tls) as server:

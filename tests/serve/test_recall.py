@@ -63,17 +63,17 @@ class Recalled(NamedTuple):
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[Recalled]:
     """Filled as answers end, before anything else can have their places."""
-    found, finish = list[Recalled](), Scheduler._finish
+    conversations, finish = list[Recalled](), Scheduler._finish
 
     def noting(self: Scheduler, job: Any, error: Any) -> None:
         session = job.conversation.session
         passages = [one.text for one in session.recall.passages]
         read = session.runtime.tokenizer.decode(session.read_ids, skip_special_tokens=True)
-        found.append(Recalled(job.ask.owner, job.ask.session_id, passages, read))
+        conversations.append(Recalled(job.ask.owner, job.ask.session_id, passages, read))
         finish(self, job, error)
 
     monkeypatch.setattr(Scheduler, "_finish", noting)
-    return found
+    return conversations
 
 
 async def turn(s: Scheduler, messages: list[Any], text: str, **more: Any) -> Any:
@@ -84,7 +84,7 @@ async def turn(s: Scheduler, messages: list[Any], text: str, **more: Any) -> Any
     return reply
 
 
-async def told(s: Scheduler, fact: str, turns: int = 2, **more: Any) -> list[Any]:
+async def evicted_fact(s: Scheduler, fact: str, turns: int = 2, **more: Any) -> list[Any]:
     """Return a conversation that has evicted a fact."""
     messages = list[Any]()
     for text in (fact, *map(filler, range(turns))):
@@ -98,7 +98,7 @@ TALKS = [(key, name) for key in KEYS for name in ("mine", None)]  # one name, of
 
 @pytest.fixture(params=["forgotten", "kept"])
 def url(runtime: Any, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A server of three keys, with fewer places than conversations."""
+    """Provide a server of three keys, with fewer places than conversations."""
     disk = SavedConversations(tmp_path, 64 << 20) if request.param == "kept" else None
     scheduler = Scheduler(runtime, limits(places=3, together=2, save_after_s=0.01), disk)
     with serving(scheduler, keys=KEYS) as server:
@@ -136,8 +136,8 @@ def test_a_conversation_recalls_nothing_of_anothers(url: str, ended: list[Recall
     with ThreadPoolExecutor(len(TALKS)) as threads:
         list(threads.map(talk, range(len(TALKS))))
     assert len(ended) == 4 * len(TALKS) + 6
-    asked = [one for one in ended if QUESTION in one.read]
-    assert len({one.owner for one in asked}) == len(KEYS)
+    questioned = [one for one in ended if QUESTION in one.read]
+    assert len({one.owner for one in questioned}) == len(KEYS)
     numbers = [str(7000 + number) for number in range(len(TALKS))]
     seen = set[str]()
     for one in ended:
@@ -145,7 +145,7 @@ def test_a_conversation_recalls_nothing_of_anothers(url: str, ended: list[Recall
         assert len(own) <= 1
         for text in one.passages:
             assert "".join(text.split()) in "".join(one.read.split())
-        if one in asked:
+        if one in questioned:
             assert any(number in text for number in own for text in one.passages)
             seen |= own
     assert seen == set(numbers)
@@ -212,23 +212,23 @@ def test_an_answer_with_recalled_text_beside_others_is_as_alone(
     monkeypatch.setattr(SharedCache, "__init__", made)
     runtime = load(tmp_path, evict_every=every)
     facts = [FACT.format(7000 + number) for number in range(4)]
-    asked = [QUESTION, filler("long", 120), QUESTION, filler("more", 60)]
+    questions = [QUESTION, filler("long", 120), QUESTION, filler("more", 60)]
 
     def begun() -> list[Any]:
-        found = [plain(runtime, [user(fact)], 4)[0] for fact in facts]
-        for session in found:
+        begun_sessions = [plain(runtime, [user(fact)], 4)[0] for fact in facts]
+        for session in begun_sessions:
             for number in range(2):
                 "".join(session.send(filler(number)))
             session.set_generation(max_new_tokens=24)
-        return found
+        return begun_sessions
 
     alone, sessions = begun(), begun()
-    expected = ["".join(x.send(text)) for x, text in zip(alone, asked, strict=True)]
+    expected = ["".join(x.send(text)) for x, text in zip(alone, questions, strict=True)]
     counts = [session.turn.recalled_tokens for session in alone]
     assert [count > 0 for count in counts] == [True, False, True, False]
     batch = runtime.batch(4)
     assert batch.apart is None
-    for session, text in zip(sessions, asked, strict=True):
+    for session, text in zip(sessions, questions, strict=True):
         batch.add(session, session.send(text))
     pieces = [(sessions.index(session), text) for session, text in batch]
     order = [number for number, _ in pieces]
@@ -238,10 +238,10 @@ def test_an_answer_with_recalled_text_beside_others_is_as_alone(
     assert ["".join(text for n, text in pieces if n == number) for number in range(4)] == expected
 
     async def chat(s: Scheduler) -> None:
-        talks = [await told(s, fact, session_id=str(n)) for n, fact in enumerate(facts)]
+        talks = [await evicted_fact(s, fact, session_id=str(n)) for n, fact in enumerate(facts)]
         replies = [
             s.submit(ask(*talk, user(text), tokens=24, session_id=str(number)))
-            for number, (talk, text) in enumerate(zip(talks, asked, strict=True))
+            for number, (talk, text) in enumerate(zip(talks, questions, strict=True))
         ]
         assert await asyncio.gather(*map(text_of, replies)) == expected
         assert [reply.usage.recalled_tokens for reply in replies] == counts
@@ -271,7 +271,7 @@ def test_a_request_says_how_much_is_recalled_for_its_message(
     monkeypatch.setattr(PassageStore, "clear", lambda self: (cleared.append(self), clear(self))[1])
 
     async def chat(s: Scheduler) -> None:
-        messages = await told(s, FACT.format(7421))
+        messages = await evicted_fact(s, FACT.format(7421))
         counts = []
         for recall in (None, "off", 0, "auto", 60, None):
             reply = await turn(s, messages, QUESTION, recall=recall)
@@ -302,7 +302,7 @@ def test_a_request_says_how_much_is_recalled_for_its_message(
 
 def test_a_server_without_indexes_recalls_nothing_and_says_so(runtime: Any) -> None:
     async def chat(s: Scheduler) -> None:
-        messages = await told(s, FACT.format(7421))
+        messages = await evicted_fact(s, FACT.format(7421))
         for recall in (None, "off", 0):
             assert (await turn(s, messages, QUESTION, recall=recall)).usage.recalled_tokens == 0
         for recall in ("auto", 64):

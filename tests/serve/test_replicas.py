@@ -21,7 +21,7 @@ from kvcap.serve.replicas import Opening, open_replicas, place_of, routed, sent,
 
 
 def said(*texts: str, system: str | None = None) -> tuple[Any, ...]:
-    """A chat of these texts, the user's first."""
+    """Return a chat of these texts, the user's first."""
     roles = ("user", "assistant")
     chat = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
     return (*([{"role": "system", "content": system}] if system else []), *chat)
@@ -50,9 +50,9 @@ def test_other_owners_beginnings_and_names_go_elsewhere() -> None:
         Ask(said("Hello!"), owner="ada", session_id="y"),
         Ask(prompt="Hello!", owner="ada"),  # any replica takes it
     ]
-    places = [routed(one)[1] for one in asks]
-    assert len(set(places)) == len(asks)
-    assert places[-1] == ""
+    replicas = [routed(one)[1] for one in asks]
+    assert len(set(replicas)) == len(asks)
+    assert replicas[-1] == ""
 
 
 GPUS = [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0}]
@@ -110,17 +110,17 @@ def test_options_of_a_cluster_need_one(engine: EngineOptions) -> None:
 
 
 def test_every_replica_recalls_as_the_command_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Opening] = []
+    openings: list[Opening] = []
 
     def start(opening: Opening, *_: Any) -> Any:
-        found.append(pickle.loads(pickle.dumps(opening)))
+        openings.append(pickle.loads(pickle.dumps(opening)))
         raise KvcapError("there is no cluster")
 
     monkeypatch.setattr("kvcap.serve.replicas.open_replicas", start)
     with pytest.raises(KvcapError, match="no cluster"):
         served("pocket", engine=EngineOptions("ray"), recalling=Recalling("96", "1MiB"))
-    assert found[0].load["recall"] == RecallSettings(96, 1 << 20)
-    inspect.signature(open_conversations).bind("", **found[0].load)
+    assert openings[0].load["recall"] == RecallSettings(96, 1 << 20)
+    inspect.signature(open_conversations).bind("", **openings[0].load)
 
 
 def test_errors_are_the_same_on_the_other_side(caplog: pytest.LogCaptureFixture) -> None:

@@ -50,7 +50,7 @@ def saved(disk: SavedConversations, number: int, before: str | None = None) -> s
 
 @contextmanager
 def sharing(folder: Path, count: int, cap: int = 1 << 20) -> Iterator[list[SavedConversations]]:
-    """The same folder, as several processes have it."""
+    """Provide the same folder, as several processes have it."""
     disks = [SavedConversations(folder, cap, shared=True) for _ in range(count)]
     yield disks
     for disk in disks:
@@ -70,20 +70,20 @@ def test_what_one_process_saves_another_goes_on_with(two: Any, tmp_path: Path) -
         assert other.find("ada", None, [key(number)]) is None
         name = saved(one, number)
         os.utime(tmp_path, (later, later))  # as if all were within a tick of the clock
-        found = other.find("ada", None, [key(number)])
-        assert found is not None
-        assert (found[0].name, found[1]) == (name, 1)
+        match = other.find("ada", None, [key(number)])
+        assert match is not None
+        assert (match[0].name, match[1]) == (name, 1)
         assert other.find("bob", None, [key(number)]) is None
-        assert other.restore(Session(), found[0])
+        assert other.restore(Session(), match[0])
     assert (len(other), other.nbytes) == (5, 5 * SIZE)
 
 
 def test_a_file_that_another_process_removes_is_read_anew(two: Any, tmp_path: Path) -> None:
     one, other = two
     name = saved(one, 0)
-    found = other.find("ada", None, [key(0)])
+    match = other.find("ada", None, [key(0)])
     (tmp_path / name).unlink()
-    assert not other.restore(Session(), found[0])
+    assert not other.restore(Session(), match[0])
     assert other.find("ada", None, [key(0)]) is None
     assert len(one) == 0
 
@@ -166,9 +166,9 @@ class Unreadable(Session):
 def set_aside(disk: SavedConversations, number: int) -> str:
     """Save a file that is not taken afterwards; returns its name."""
     name = saved(disk, number)
-    found = disk.find("ada", None, [key(number)])
-    assert found is not None
-    assert not disk.restore(Unreadable(), found[0])
+    match = disk.find("ada", None, [key(number)])
+    assert match is not None
+    assert not disk.restore(Unreadable(), match[0])
     assert disk.find("ada", None, [key(number)]) is None
     return name
 
@@ -199,8 +199,8 @@ def test_files_that_cannot_be_read_are_kept_and_count(
 def test_a_file_that_another_process_set_aside_is_left(two: Any, tmp_path: Path) -> None:
     one, other = two
     name = saved(one, 0)
-    found, again = (disk.find("ada", None, [key(0)]) for disk in (one, other))
-    assert not one.restore(Unreadable(), found[0])
+    match, again = (disk.find("ada", None, [key(0)]) for disk in (one, other))
+    assert not one.restore(Unreadable(), match[0])
     assert not other.restore(Unreadable(), again[0])
     assert [path.name for path in tmp_path.glob("*.unreadable*")] == [f"{name}.unreadable"]
 

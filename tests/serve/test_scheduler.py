@@ -60,8 +60,8 @@ def test_a_conversation_goes_on_and_reads_only_what_is_new(built_in: Any) -> Non
         assert (again.usage.held, again.usage.evicted) == (stats.held_tokens, stats.evicted_tokens)
         assert again.usage.evicted > 0
         assert again.usage.cap_bytes == built_in.cap_bytes
-        found = s.figures()
-        assert (found.asked, found.answered, found.in_memory, found.failed) == (2, 2, 1, 0)
+        figures = s.figures()
+        assert (figures.asked, figures.answered, figures.in_memory, figures.failed) == (2, 2, 1, 0)
 
     serve(Scheduler(built_in, limits()), chat)
 
@@ -82,9 +82,9 @@ def test_whatever_differs_is_read_anew(runtime: Any) -> None:
         ]
         for other in others:
             reply = s.submit(other)
-            found = await text_of(reply)
+            text = await text_of(reply)
             assert reply.usage.reused_tokens == 0, other
-            assert found == plain(runtime, list(other.messages or ()))[1]
+            assert text == plain(runtime, list(other.messages or ()))[1]
         reply = s.submit(ask(first, answer, then, owner="ada"))
         await text_of(reply)
         assert reply.usage.reused_tokens > 0
@@ -172,10 +172,10 @@ def test_requests_for_one_conversation_at_once_do_not_mix(built_in: Any) -> None
             assert await text_of(s.submit(ask(first, tokens=20, session_id=name))) == expected
             before = first, said(expected)
             replies = [s.submit(ask(*before, user(t), session_id=name)) for t in texts]
-            found = await asyncio.gather(*map(text_of, replies))
+            answers = await asyncio.gather(*map(text_of, replies))
             reused = [reply.usage.reused_tokens > 0 for reply in replies]
             assert reused == [True, False]
-            for text, answer, held in zip(texts, found, reused, strict=True):
+            for text, answer, held in zip(texts, answers, reused, strict=True):
                 if held:
                     session = plain(built_in, [first], 20)[0]
                     session.set_generation(max_new_tokens=12)
@@ -242,10 +242,10 @@ def test_a_reader_that_leaves_frees_its_place_within_a_block(runtime: Any) -> No
             del reply
             gc.collect()
             await until(lambda: not s.figures().answering)
-            found = s.figures()
-            assert found.in_memory == 0  # what was read of it is nothing to go on with
-        assert found.stopped == 3
-        assert found.prompt_tokens < 3 * len(runtime.tokenizer(long["content"])["input_ids"])
+            figures = s.figures()
+            assert figures.in_memory == 0  # what was read of it is nothing to go on with
+        assert figures.stopped == 3
+        assert figures.prompt_tokens < 3 * len(runtime.tokenizer(long["content"])["input_ids"])
         assert await text_of(s.submit(ask(user(facts(5))))) == plain(runtime, [user(facts(5))])[1]
         assert s._pool.made == 1
 
@@ -393,10 +393,10 @@ def test_idle_conversations_leave_memory_and_come_back_to_the_bit(
                 if turn:
                     mine = s._pool.known("", f"number {n}")
                     assert contents(mine.session, tmp_path) == contents(session, tmp_path)
-        found = s.figures()
-        assert found.restored == 3
-        assert found.in_memory == 1
-        assert found.dropped == 0
+        figures = s.figures()
+        assert figures.restored == 3
+        assert figures.in_memory == 1
+        assert figures.dropped == 0
 
     disk = SavedConversations(tmp_path, 64 << 20)
     serve(Scheduler(runtime, limits(places=1, together=1), disk), chat)
@@ -424,8 +424,8 @@ def test_a_second_branch_of_a_saved_conversation_begins_where_it_was_saved(
         await until(lambda: s.figures().saved == 1)
         then = ask(first, answer, user("And now?"), session_id="x")
         replies = [s.submit(then) for _ in range(2)]  # the second waits for the first
-        found = [await text_of(reply) for reply in replies]
-        assert found[0] == found[1]
+        texts = [await text_of(reply) for reply in replies]
+        assert texts[0] == texts[1]
         assert replies[0].usage == replies[1].usage
         assert replies[1].usage.reused_tokens > 0
         assert s.figures().restored == 1

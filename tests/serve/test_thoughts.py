@@ -13,13 +13,13 @@ from kvcap.serve.thoughts import ThoughtGate, without_thoughts
 def test_wherever_a_stream_is_cut_it_is_split_alike():
     text = "<think>\nOne </thin two\n</think>\n\n<b>Three</b>\n"
     for cuts in itertools.combinations(range(1, len(text)), 2):
-        gate, found = ThoughtGate(), ["", ""]
+        gate, joined = ThoughtGate(), ["", ""]
         ends = [0, *cuts, len(text)]
         parts = [gate.put(text[a:b]) for a, b in itertools.pairwise(ends)]
         for thoughts, content in [*parts, gate.end()]:
-            found[0] += thoughts
-            found[1] += content
-        assert found == ["One </thin two", "<b>Three</b>\n"]
+            joined[0] += thoughts
+            joined[1] += content
+        assert joined == ["One </thin two", "<b>Three</b>\n"]
 
 
 def test_a_conversation_is_known_by_answers_without_their_thoughts():

@@ -67,7 +67,7 @@ PIXEL = {
 
 
 def free_port() -> int:
-    """One that adb does not take for an emulator's (5554 to 5585)."""
+    """Return one that adb does not take for an emulator's (5554 to 5585)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -137,7 +137,7 @@ class Phone:
         self.daemon.wait()
 
     def processes(self) -> list[str]:
-        """What runs in the device's folder."""
+        """Return what runs in the device's folder."""
         ids = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):  # one that ends, or another user's
@@ -146,7 +146,7 @@ class Phone:
         return ids
 
     def clean(self, seconds: float = 0) -> bool:
-        """Whether nothing is left there, or will be in some seconds."""
+        """Return whether nothing is left there, or will be in some seconds."""
         end = time.monotonic() + seconds
         while self.processes() or list(self.data.iterdir()):
             if time.monotonic() > end:
@@ -163,7 +163,7 @@ class Phone:
 
 @pytest.fixture(scope="module", autouse=True)
 def own_adb(tmp_path_factory):
-    """A server, keys and serial numbers of the tests' own; killed in the end."""
+    """Provide a server, keys and serial numbers of the tests' own, killed in the end."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ANDROID_ADB_SERVER_PORT", str(free_port()))
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
@@ -200,7 +200,7 @@ def arm(tmp_path_factory):
 
 
 def rewritten(plan: Path, folder: Path, **rules: float) -> Path:
-    """The same plan by other rules."""
+    """Return the same plan by other rules."""
     shutil.copytree(plan, folder)
     document = json.loads((folder / "plan.json").read_text())
     document["rules"] |= rules
@@ -211,12 +211,12 @@ def rewritten(plan: Path, folder: Path, **rules: float) -> Path:
 
 @pytest.fixture
 def endless(plan, tmp_path):
-    """A plan that takes an hour."""
+    """Return a plan that takes an hour."""
     return rewritten(plan, tmp_path / "endless", min_seconds=3600.0)
 
 
 def planted(folder: Path, text: str) -> Path:
-    """A C runner that is a script of a test's."""
+    """Return the folder of a C runner that is a script."""
     folder.mkdir()
     script(folder / "kvcap-bench", text)
     (folder / "libonnxruntime.so").touch()
@@ -313,7 +313,7 @@ print(urllib.request.urlopen(request).status)
 
 @pytest.fixture
 def page(phone, plan, here, tmp_path):
-    """What the page would send; skipped where the page's library is not there."""
+    """Provide what the page would send; skip where the page's library is not there."""
     try:
         vendor.require()
     except vendor.VendorError as error:
@@ -433,7 +433,7 @@ def test_a_computer_that_sleeps(phone, endless, here):
 
 @contextmanager
 def disk(folder: Path, megabytes: int):
-    """A small disk at `folder`."""
+    """Provide a small disk at `folder`."""
     mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "kvcap-test", str(folder)]
     if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("a small disk cannot be mounted here")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_requests import asked, posted, vendored
+from bench_requests import posted, requested, vendored
 from bench_results import DEEP, MUTATIONS, mutated, put, result, written
 from hypothesis import given, settings
 from tools import PATIENCE
@@ -36,7 +36,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def serve(folder, tmp_path, capfd) -> Iterator[Any]:
-    """Servers with limits of their own; nothing that they did may have reached the terminal."""
+    """Provide servers with limits of their own, of which nothing may reach the terminal."""
     started = []
 
     def start(**limits: Any) -> Serving:
@@ -58,7 +58,7 @@ def line(serving: Serving) -> socket.socket:
 
 
 def left(connection: socket.socket) -> bytes:
-    """What comes until the server hangs up."""
+    """Return what comes until the server hangs up."""
     said = b""
     try:
         while part := connection.recv(65536):
@@ -110,7 +110,7 @@ def fuzzed(folder, tmp_path_factory) -> Iterator[Serving]:
 )
 def test_strange_numbers_and_depths_are_no_fault_of_the_server(serve, path, body):
     serving = serve()
-    status, text = asked(serving, "POST", path, body, **{"Content-Type": "application/json"})
+    status, text = requested(serving, "POST", path, body, **{"Content-Type": "application/json"})
     assert status in ({422} if path == "/results" else {200, 400})
     json.loads(text)
 

@@ -10,14 +10,14 @@ PASSAGES = (2.0, 2.3, 1.9, 2.2, 2.1)  # losses under the best flow
 
 
 def row(policy: str, more: float = 0.0, facts: int = 4, ms: float | None = 1.0) -> PolicyFigures:
-    """A policy whose losses are `more` nats above the best, with so many of 4 facts."""
+    """Return a policy's figures: losses `more` nats above the best, so many of 4 facts."""
     slots = None if policy == "full" else 64
     losses = tuple(loss + more for loss in PASSAGES)
     return PolicyFigures(policy, slots, 1000, losses, tuple(float(i < facts) for i in range(4)), ms)
 
 
 def beside(*candidates: PolicyFigures, floor: float = 0.3, facts: int = 0) -> list[PolicyFigures]:
-    """Candidates, with random eviction and the uncapped model."""
+    """Return candidates with random eviction and the uncapped model."""
     return [*candidates, row("random", floor, facts), row("full", -0.1, facts or 4)]
 
 

@@ -37,7 +37,7 @@ TEXT = " ".join(islice(filler(Random(0)), 60))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random base model: it has pocket's tokens, and no chat template."""
+    """Return the folder of a random base model, which has pocket's tokens and no template."""
     path = tmp_path_factory.mktemp("model")
     return str(saved_model(path, template=False, max_position_embeddings=512))
 

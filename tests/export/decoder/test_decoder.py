@@ -162,7 +162,7 @@ def test_a_fault_in_how_slots_are_kept_is_found(fault, monkeypatch):
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory):
-    """A checkpoint of two layers, exported by the command with its defaults but the cap."""
+    """Return the folder of a checkpoint and of its export by the command."""
     folder = tmp_path_factory.mktemp("decoder")
     model = tiny_model("qwen2", vocab_size=2560, eos_token_id=[2, 5])
     model.generation_config.temperature = 0.5
@@ -183,7 +183,7 @@ def shelf(tmp_path_factory):
 
 @pytest.fixture
 def copied(shelf, tmp_path):
-    """An export that a test may break."""
+    """Return an export that a test may break."""
     return Path(shutil.copytree(shelf / "made", tmp_path / "made"))
 
 
@@ -192,7 +192,7 @@ def facts(folder: Path) -> dict:
 
 
 def by_the_manifest(folder: Path, runs: list[list[int]], answer: int) -> list[int]:
-    """The runner of docs/decoder-format.md, which knows nothing but the manifest."""
+    """Run the runner of docs/decoder-format.md, which knows nothing but the manifest."""
     page = (Path(__file__).parents[3] / "docs" / "decoder-format.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     known: dict = {}
@@ -311,7 +311,7 @@ def test_graphs_of_policies_and_types(policy, positions, dtype, tmp_path):
 
 @pytest.fixture
 def right(shelf):
-    """A right graph, and a maker of the module that it was traced from."""
+    """Return a right graph, and a maker of the module that it was traced from."""
     return shelf / "made", lambda **changes: decoder("qwen2", vocab_size=2560, **changes)
 
 
@@ -471,14 +471,14 @@ def test_what_has_no_graph(config, settings, error, why):
         layout_for(config, CacheSettings(**{**sizes, **settings}))
 
 
-@pytest.mark.parametrize(("arguments", "code", "told"), [
+@pytest.mark.parametrize(("arguments", "code", "says"), [
     (["pocket", "--dtype", "int3"], 2, "fp32, fp16, int8, int4"),
     (["pocket", "--policy", "adakv"], 2, "unequal numbers of slots"),
     (["nothing-there"], 2, "nothing-there"),
     (["pocket", "--budget-tokens", "0"], 2, "--budget-tokens"),
     (["pocket", "-o", "{here}"], 2, "something else"),
 ])  # fmt: skip
-def test_wrong_input_ends_before_weights_are_read(arguments, code, told, tmp_path, capsys):
+def test_wrong_input_ends_before_weights_are_read(arguments, code, says, tmp_path, capsys):
     here = tmp_path / "here"
     here.mkdir()
     (here / "letter.txt").write_text("dear")
@@ -486,7 +486,7 @@ def test_wrong_input_ends_before_weights_are_read(arguments, code, told, tmp_pat
     if "-o" not in arguments:
         arguments += ["-o", str(tmp_path / "out")]
     assert run(["export", "decoder", *arguments]) == code
-    assert told in capsys.readouterr().err
+    assert says in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["here"]
     assert (here / "letter.txt").read_text() == "dear"
 

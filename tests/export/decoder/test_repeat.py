@@ -44,7 +44,7 @@ def made(family="llama", policy="keydiff", **changes):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A directory of a tied model of five layers, in bfloat16."""
+    """Return a directory of a tied model of five layers, in bfloat16."""
     folder = tmp_path_factory.mktemp("repeat") / "model"
     model, _ = made("qwen2", tie_word_embeddings=True)
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -55,13 +55,13 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def known():
-    """What was traced, by config, layout and type: a graph has none of the weights."""
+    """Return what was traced, by config, layout and type; a graph has no weights."""
     return {}
 
 
 @pytest.fixture
 def traced_once(known, monkeypatch):
-    """Nothing is traced twice: for tests of what comes after, or of one of two exports."""
+    """Trace nothing twice, for tests of what comes after, or of one of two exports."""
 
     def remembered(trace):
         def recall(module):

@@ -148,7 +148,7 @@ def test_both_ways_to_attend_are_the_formula(length, before, softcap, attention_
 
 
 def drawn(length):
-    """Queries, keys and values of a block, slots of int8 and their scales."""
+    """Return queries, keys and values of a block, slots of int8 and their scales."""
     draws = torch.Generator().manual_seed(0)
     block = [torch.randn(1, h, length, 16, generator=draws) for h in (4, 2, 2)]
     held = [torch.randint(-127, 128, (1, 2, 12, 16), generator=draws).to(torch.int8) for _ in "kv"]
@@ -157,7 +157,7 @@ def drawn(length):
 
 @pytest.fixture
 def attention_alone(tmp_path):
-    """A graph of one node of attention over int8, with its ways for tokens and for blocks."""
+    """Return a maker of graphs of one node of attention over int8, for both lengths."""
 
     def made(inputs, softcap):
         helper = library("onnx.helper")
@@ -229,7 +229,7 @@ def test_policies_and_types_of_weights(policy, positions, dtype, tmp_path):
 
 @pytest.fixture(scope="module")
 def tiny_int8(tmp_path_factory):
-    """A tiny llama with slots in int8, compact positions: its directory and its module."""
+    """Return the folder and the module of a tiny Llama with int8 slots."""
     out = tmp_path_factory.mktemp("tiny") / "out"
     exported(out)
     model = tiny_model("llama")

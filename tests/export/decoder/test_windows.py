@@ -191,7 +191,7 @@ def test_graphs_compute_what_modules_do(family, positions, dtype, kv_dtype, tmp_
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory):
-    """A model with windows of 12 tokens in `model`, and its export in `decoder`."""
+    """Return a model with windows of 12 tokens in `model`, and its export in `decoder`."""
     return sliding_decoder(tmp_path_factory)
 
 

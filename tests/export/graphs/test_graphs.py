@@ -54,7 +54,7 @@ def export(folder, name, stage="score", form=None, dtype="fp32", shape=ODD, quic
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory):
-    """Graphs that several tests look at, exported once."""
+    """Return a function that exports a graph once for several tests."""
     folder = tmp_path_factory.mktemp("shelf")
     made: dict[tuple[str, ...], Path] = {}
 
@@ -91,7 +91,7 @@ def altered(file: Path, model: onnx.ModelProto) -> None:
 
 
 def matched(file: Path, long: bool = True) -> dict:
-    """The manifest of a graph that was found to match eager at every number of slots."""
+    """Return the manifest of a graph that was found to match eager at every number of slots."""
     manifest = said(file)
     slots = [case["slots"] for case in manifest["verified"]["cases"]]
     assert slots == [1, 2, 40, 50, 50, 50, 50, *[8192] * long]
@@ -228,7 +228,7 @@ def test_a_soft_cap_and_a_scaling_of_its_own(tmp_path):
 
 
 def steps(shelf, form: str, dtype: torch.dtype, units: bool = False):
-    """Blocks arrive and are evicted by the graphs alone; scores after each, and eager's."""
+    """Yield scores and eager's, where blocks arrive and are evicted by graphs alone."""
     short = "fp16" if dtype == torch.float16 else "fp32"
     update, evict, score = (
         session(shelf("keydiff", stage, form, short)) for stage in ("update", "evict", "score")

@@ -49,7 +49,7 @@ def heads(obs: Observation, t: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def without(attention: Tensor, values: Tensor, gone: list[int]) -> Tensor:
-    """How far the output moves where tokens go and attention is renormalised, in float64."""
+    """Return how far the output moves where tokens go and attention is renormalised, in float64."""
     left = attention.double().clone()
     left[gone] = 0
     whole = attention.double() @ values.double()

@@ -15,7 +15,7 @@ from kvcap.runtime.backends.pytorch.runtime import Runtime
 
 @pytest.fixture(scope="module")
 def read() -> passages.Passages:
-    """A text of one fact among others, read by pocket."""
+    """Return a text of one fact among others, read by pocket."""
     runtime = Runtime.from_pretrained("pocket", dtype="float32", device="cpu")
     runtime.model.set_attn_implementation("sdpa")
     around = " ".join(f"Line {i} tells how the river ran to the sea." for i in range(30))

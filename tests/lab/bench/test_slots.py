@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = {
 
 
 def checked(result: Result) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """The rows by kind, positions and what is equal, after what holds of them all."""
+    """Return rows by kind, positions and what is equal, after what holds of them all."""
     assert len(result.table().splitlines()) == 2 + len(result.rows)
     rows = json.loads(json.dumps(result.as_dict()))["rows"]
     for row in rows:

@@ -16,7 +16,7 @@ from kvcap.runtime.cli import kept_exports
 
 @pytest.fixture
 def exports_here(monkeypatch):
-    """Has exports made in this process, and traced once: a graph's weights are its inputs.
+    """Make exports in this process, and trace once, as weights are a graph's inputs.
 
     One whose slots are int8 has others, their scales.
     """

@@ -72,7 +72,7 @@ def sweep(folder: Path) -> Sweep:
 
 
 def same(cells: list[Cell]) -> list[tuple[Any, ...]]:
-    """What does not depend on who measured."""
+    """Return what does not depend on who measured."""
     return [(cell.setting, cell.score, cell.scores, cell.kv_bytes) for cell in cells]
 
 

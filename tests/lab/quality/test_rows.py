@@ -28,7 +28,7 @@ TOWN = "The mayor of Lowmere is Ann Ode. The river Alder runs through it."
 
 @pytest.fixture(autouse=True)
 def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks load whatever their metrics need; what a metric computes is tested by itself."""
+    """Let tasks load whatever their metrics need."""
     monkeypatch.setattr(metrics, "find_spec", lambda name: name)
     load_task.cache_clear()
 

@@ -64,11 +64,11 @@ def test_facts_have_distinct_keys_and_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "counts"),
     [("4821", True), ("It is 4821.", True), ("14821", False), ("48210", False), ("", False)],
 )
-def test_a_word_counts_only_as_a_whole(text: str, found: bool) -> None:
-    assert has_word(text, "4821") is found
+def test_a_word_counts_only_as_a_whole(text: str, counts: bool) -> None:
+    assert has_word(text, "4821") is counts
 
 
 # Rounded to 4 places: R's prop.test(x, n, correct=FALSE).
@@ -258,7 +258,7 @@ def test_losses_never_hold_a_block_of_several_texts_in_float32(
 
 
 def read_singly(model: Any, policy: str, size: int, block: int, ids: torch.Tensor) -> torch.Tensor:
-    """Logits [B, T - 1, V] of every token, each read anew: whole blocks, then one up to it."""
+    """Return logits [B, T - 1, V] of every token, each read anew after whole blocks."""
 
     def logits(stop: int) -> torch.Tensor:
         loop = BlockLoop(model, BudgetCache(model.config, size, block, policy))

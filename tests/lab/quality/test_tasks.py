@@ -50,7 +50,7 @@ NEAR = {"niah_multikey_2": 0.25, "niah_multikey_3": 0.4}  # of long sentences fe
 
 @cache
 def tokenizer_of(kind: str) -> Any:
-    """Of byte-level BPE, which is pocket's, or of pieces of words as in SentencePiece."""
+    """Return a tokenizer of byte-level BPE, which is pocket's, or of SentencePiece's kind."""
     if kind == "bytes":
         return AutoTokenizer.from_pretrained(pocket.path())
     raw = Tokenizer(models.BPE(unk_token="<unk>"))
@@ -132,7 +132,7 @@ def links(sample: Sample, answer: str) -> int:
 
 
 def of_list(sample: Sample, answer: str) -> int:
-    """The common words of a list of this length; every other word of it occurs once."""
+    """Count a common word in a list, of which every other word occurs once."""
     before, _, entries = sample.context.rpartition("\n")
     counts = Counter(entries.split(" ")[1::2])
     assert set(counts.values()) == {1, 10}
@@ -141,7 +141,7 @@ def of_list(sample: Sample, answer: str) -> int:
 
 
 def by_rank(sample: Sample, answer: str) -> int:
-    """Of coded words: the answers are the three most frequent, and no fourth is as frequent."""
+    """Count a coded word: the answers are the three most frequent ones."""
     text = sample.context.partition("coded words. ")[2].split(" ")
     counts = Counter(word for word in text if word.isalpha() and len(word) == 6)
     first, second, third, fourth = counts.most_common(4)
@@ -178,7 +178,7 @@ def test_a_chain_of_variables_can_be_followed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "needles", "asked", "prose"),
+    ("name", "needles", "queries", "prose"),
     [
         ("niah_single_1", 1, 1, False),
         ("niah_multikey_1", 4, 1, True),
@@ -188,12 +188,12 @@ def test_a_chain_of_variables_can_be_followed() -> None:
     ],
 )
 def test_haystacks_hold_what_their_family_says(
-    name: str, needles: int, asked: int, prose: bool
+    name: str, needles: int, queries: int, prose: bool
 ) -> None:
     (sample,) = make_samples(name, tokenizer_of("bytes"), 1200, 1, seed=1)
     count = sample.context.count("One of the special magic ")
     assert count == needles if needles else count > 5
-    assert sample.question.count("-") == (4 if name == "niah_multikey_3" else asked)
+    assert sample.question.count("-") == (4 if name == "niah_multikey_3" else queries)
     assert (NOISE[0] in sample.context) is (name == "niah_single_1")
     assert ("\n" not in sample.context.partition("afterwards.\n")[2]) is prose
 
@@ -300,7 +300,7 @@ def test_a_policy_that_drops_the_needle_scores_0(monkeypatch: pytest.MonkeyPatch
 
 
 def span_of(tokenizer: Any, sample: Sample) -> tuple[int, int]:
-    """The tokens of the sentence that holds the answer."""
+    """Return the tokens of the sentence that holds the answer."""
     text = render(tokenizer, sample.messages)
     at = text.index(sample.answers[0])
     start, stop = text.rindex(". ", 0, at), text.index(".", at)

@@ -31,7 +31,7 @@ def chores(tmp_path: Path) -> Chores:
 
 
 def done(engine: WorkerEngine, words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The result of every word, and the notes."""
+    """Return the result of every word, and the notes."""
     notes: list[str] = []
     results = list(spread(engine, words, lambda word: word, notes.append))
     assert sorted(word for word, _ in results) == sorted(words)  # each has one result

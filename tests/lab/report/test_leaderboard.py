@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def rows(page: str, heading: str) -> list[list[str]]:
-    """The table below a heading, its cells as plain text."""
+    """Return the table below a heading, its cells as plain text."""
     part = page.split(f"{heading}\n", 1)[1].split("\n#", 1)[0]
     lines = [line for line in part.splitlines() if line.startswith("|")]
     return [
@@ -186,7 +186,7 @@ def test_lines_that_every_reader_asks_for_are_drawn_beside_the_best() -> None:
 
 
 def settings_of(lines: list[str]) -> set[Setting]:
-    """What the printed commands measure."""
+    """Return what the printed commands measure."""
     settings = set[Setting]()
     for line in "\n".join(lines).replace("\\\n", "").splitlines():
         _, _, model, *words = shlex.split(line)

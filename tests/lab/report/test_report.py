@@ -169,7 +169,7 @@ def test_folders_that_cannot_be_reported(
 
 @pytest.fixture
 def opened(browser: Any, folder: Path) -> Iterator[Any]:
-    """The page, narrow, and what it asked for and complained of."""
+    """Open the page, narrow, and note what it requests and complains of."""
     assert cli.run(["report", str(folder)]) == 0
     context = browser.new_context(viewport={"width": 360, "height": 740})
     page = context.new_page()
@@ -194,7 +194,7 @@ def test_the_page_asks_for_nothing_and_fits_a_phone(opened: Any) -> None:
 
 
 def shares(page: Any) -> list[int]:
-    """The step of colour of every token, 0 (held by none) to 5 (by all)."""
+    """Return the step of colour of every token, 0 (held by none) to 5 (by all)."""
     texts: list[str] = page.locator("#strip > span").evaluate_all(
         "all => all.map(x => x.className)"
     )

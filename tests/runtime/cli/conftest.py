@@ -16,7 +16,7 @@ class ReadChat(Chat):
 
     capsys: pytest.CaptureFixture[str]
 
-    def told(self, *lines: str) -> tuple[str, str]:
+    def typed(self, *lines: str) -> tuple[str, str]:
         """Run these lines as a script; return what they write to stdout and to stderr."""
         self.capsys.readouterr()
         self.run_script(lines)

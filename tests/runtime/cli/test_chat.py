@@ -45,7 +45,7 @@ def consistent(chat: Chat) -> bool:
 
 
 def test_a_script_answers_every_line(chat):
-    out, err = chat.told("Hello!\n", "\n", "How are\\\n", "you? And you?\n")
+    out, err = chat.typed("Hello!\n", "\n", "How are\\\n", "you? And you?\n")
     assert chat.code == 0
     assert chat.contents() == ["Hello!", "How are\nyou? And you?"]
     assert out == "".join(f"{text}\n" for text in chat.contents("assistant"))
@@ -56,14 +56,14 @@ def test_a_script_answers_every_line(chat):
 
 def test_a_script_in_json(runtime, chat_of):
     chat = chat_of(runtime.session(), json=True, quiet=True)
-    out, _ = chat.told("/set max_new_tokens 4", "One", "/stats", "Two")
+    out, _ = chat.typed("/set max_new_tokens 4", "One", "/stats", "Two")
     documents = [json.loads(line) for line in out.splitlines()]
     assert [d["usage"]["completion_tokens"] for d in documents] == [4, 4]
     assert documents[1]["kv"]["evicted_tokens"] >= documents[0]["kv"]["evicted_tokens"]
 
 
 def test_what_each_turn_evicted_is_reported(chat):
-    _, err = chat.told(*(f"{'many words ' * 20}{turn}" for turn in range(3)), "/regen")
+    _, err = chat.typed(*(f"{'many words ' * 20}{turn}" for turn in range(3)), "/regen")
     lines = [line for line in err.splitlines() if line.startswith("seen")]
     figures = [re.search(r"evicted ([\d,]+) \(\+([\d,]+) now\)", line) for line in lines]
     total, now = zip(
@@ -105,7 +105,7 @@ def test_what_each_turn_evicted_is_reported(chat):
 )
 def test_commands(line, says, chat):
     chat.handle("Hello!")
-    out, err = chat.told(line)
+    out, err = chat.typed(line)
     assert (chat.code, out) == (0, "")
     assert says in err
     chat.handle("And now?")
@@ -144,7 +144,7 @@ def test_commands(line, says, chat):
 )
 def test_refused_commands_change_nothing(line, says, chat):
     before = chat.session, chat.session.generation.to_dict()
-    out, err = chat.told(line, "Hello!")
+    out, err = chat.typed(line, "Hello!")
     assert chat.code == (3 if says == "are free" else 2)
     assert err.startswith("kvcap: ")
     assert says in err
@@ -164,16 +164,16 @@ def test_a_path_and_what_follows_a_space_are_no_command(line, chat):
 def test_answers_are_held_to_a_schema_until_it_is_let_go_of(chat, tmp_path):
     pytest.importorskip("llguidance")
     (tmp_path / "s.json").write_text('{"enum": ["yes", "no"]}')
-    chat.told(f"/set json_schema {tmp_path / 's.json'}", "Hello!", "/policy knorm", "And?")
+    chat.typed(f"/set json_schema {tmp_path / 's.json'}", "Hello!", "/policy knorm", "And?")
     assert set(chat.contents("assistant")) <= {'"yes"', '"no"'}
-    assert "one of them to None" in chat.told("/set regex (")[1]
-    chat.told("/set json_schema", "/set regex [0-9]{3}", "And now?")
+    assert "one of them to None" in chat.typed("/set regex (")[1]
+    chat.typed("/set json_schema", "/set regex [0-9]{3}", "And now?")
     assert chat.contents("assistant")[-1].isdecimal()
 
 
 def test_policy_keeps_messages_settings_and_pins(runtime, chat_of):
     chat = chat_of(runtime.session("Be kind.", seed=3))
-    chat.told("/set max_new_tokens 6", "Hello!", "/policy h2o sink_tokens=2", "/policy knorm")
+    chat.typed("/set max_new_tokens 6", "Hello!", "/policy h2o sink_tokens=2", "/policy knorm")
     assert chat.session.cache.seen == 0
     assert [m["role"] for m in chat.session.messages] == ["user", "assistant"]
     eviction = chat.session.runtime.settings.eviction
@@ -187,7 +187,7 @@ def test_policy_keeps_messages_settings_and_pins(runtime, chat_of):
 
 @pytest.mark.parametrize("leave", ["/exit", "/quit", "/Bye"])
 def test_system_and_exit(chat, leave):
-    chat.told("/system You are terse.", "Hi", leave, "not read")
+    chat.typed("/system You are terse.", "Hi", leave, "not read")
     assert (chat.code, chat.contents()) == (0, ["Hi"])
     assert chat.session.system == "You are terse."
     chat.handle('/system ""')
@@ -197,7 +197,7 @@ def test_system_and_exit(chat, leave):
 def test_a_full_cache_ends_the_turn_not_the_chat(model, chat_of):
     runtime = Runtime.from_pretrained(model, "full", budget_tokens=24, block_size=16)
     chat = chat_of(runtime.session(), json=True, quiet=True)
-    out, err = chat.told("Hi", "and so on " * 30, "/policy keydiff", "/set max_new_tokens 4", "Hi")
+    out, err = chat.typed("Hi", "and so on " * 30, "/policy keydiff", "/set max_new_tokens 4", "Hi")
     documents = [json.loads(line) for line in out.splitlines()]
     assert chat.code == 4
     assert [d["finish_reason"] for d in documents] == ["cap", "cap", "length"]
@@ -217,7 +217,7 @@ def test_budget_takes_the_most_slots_that_fit(chat):
     slots = runtime.plan.budget_tokens
     assert runtime.plan.cache_bytes <= 64 * 1024
     assert runtime.with_budget(slots + 1).plan.cache_bytes > 64 * 1024
-    chat.told("Hello!", "/budget 64KiB")
+    chat.typed("Hello!", "/budget 64KiB")
     assert chat.session.stats.budget_tokens == slots
     chat.handle("And now?")
     assert chat.contents() == ["Hello!", "And now?"]
@@ -236,7 +236,7 @@ def test_a_budget_that_cannot_be_had_leaves_the_chat_as_it_was(refusal, chat, mo
         return make(runtime, *given, **options)
 
     monkeypatch.setattr(Runtime, "session", scarce)
-    assert "none left" in chat.told("/budget 4096")[1]
+    assert "none left" in chat.typed("/budget 4096")[1]
     assert chat.session.stats.budget_tokens == 32
     assert chat.session.messages == before
     chat.handle("Still here?")
@@ -244,19 +244,19 @@ def test_a_budget_that_cannot_be_had_leaves_the_chat_as_it_was(refusal, chat, mo
 
 
 def test_undo_leaves_the_message_for_the_next_prompt(chat):
-    chat.told("First.", "Second,\\", "in two lines.")
+    chat.typed("First.", "Second,\\", "in two lines.")
     assert chat.draft == ""
-    assert "taken back: Second, ...; the next message reads" in chat.told("/undo")[1]
+    assert "taken back: Second, ...; the next message reads" in chat.typed("/undo")[1]
     assert chat.draft == "Second,\nin two lines."
     assert chat.contents() == ["First."]
-    assert "reads" not in chat.told("/undo")[1]
+    assert "reads" not in chat.typed("/undo")[1]
     assert not chat.session.messages
 
 
 def test_a_file_is_read_into_the_conversation(chat, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my notes.txt").write_bytes(b"\xef\xbb\xbfOne.\r\nTwo.\n")
-    _, err = chat.told("/read 'my notes.txt'", "/read my\\ notes.txt What's  this?")
+    _, err = chat.typed("/read 'my notes.txt'", "/read my\\ notes.txt What's  this?")
     assert chat.contents() == ["One.\nTwo.", "One.\nTwo.\n\nWhat's  this?"]
     assert "read 2 lines of my notes.txt" in err
     assert (chat.code, chat.draft) == (0, "")
@@ -286,7 +286,7 @@ def test_files_that_are_not_read(name, says, chat, tmp_path, monkeypatch):
         os.mkfifo("pipe")  # opened, it would wait for ever
     with Path("huge.txt").open("wb") as huge:
         huge.truncate(5 * 1024**2)
-    assert says in chat.told(f"/read {name}")[1]
+    assert says in chat.typed(f"/read {name}")[1]
     assert chat.code == 2
     assert not chat.session.messages
 
@@ -302,7 +302,7 @@ def test_a_session_that_goes_on_says_so(model, tmp_path, kvcap):
 
 
 def test_people_see_the_last_exchange(chat):
-    chat.told("Long ago.", "Lately.\\", *["more\\"] * 20, "end")
+    chat.typed("Long ago.", "Lately.\\", *["more\\"] * 20, "end")
     chat.spaced = True
     chat.show_resumed()
     err = chat.capsys.readouterr().err
@@ -316,25 +316,25 @@ def test_people_see_the_last_exchange(chat):
 def test_pin_shows_a_pinned_system_prompt(runtime, chat_of):
     chat = chat_of(runtime.session("Be kind."))
     chat.session.set_generation(max_new_tokens=2)
-    assert "nothing is pinned" in chat.told("/pin")[1]
+    assert "nothing is pinned" in chat.typed("/pin")[1]
     chat.session.pin_system = True
-    _, err = chat.told("/pin The door is blue.", "/pin")
+    _, err = chat.typed("/pin The door is blue.", "/pin")
     assert err.endswith("system prompt: Be kind.\nThe door is blue.\n")
 
 
 def test_stats_say_what_there_is(chat):
-    assert "no answer yet" in chat.told("/stats")[1]
-    _, err = chat.told("Hello!", "/stats")
+    assert "no answer yet" in chat.typed("/stats")[1]
+    _, err = chat.typed("Hello!", "/stats")
     assert "tokens read, 6 written; ended at max_new_tokens" in err
     assert "eager" not in err
     for change in ("/policy knorm", "/budget 64", "/undo", "/clear"):
-        chat.told("Hello!", change)
-        assert "no answer yet" in chat.told("/stats")[1]
+        chat.typed("Hello!", change)
+        assert "no answer yet" in chat.typed("/stats")[1]
 
 
 def test_help_fits_eighty_columns(chat):
     chat.spaced = True
-    lines = chat.told("/help")[1].splitlines()
+    lines = chat.typed("/help")[1].splitlines()
     assert max(map(len, lines)) <= 80
     assert all(any(line.startswith(f"/{name}") for line in lines) for name in Chat.COMMANDS)
 
@@ -354,7 +354,7 @@ def test_an_error_begins_a_line_of_its_own(runtime, chat_of, monkeypatch):
 
 def test_an_empty_answer_is_said_to_be_one(chat):
     chat.session.generation.eos_token_id = list(range(len(chat.session.runtime.tokenizer)))
-    out, err = chat.told("Hello!")
+    out, err = chat.typed("Hello!")
     assert out == "\n"
     assert "the answer is empty" in err
 
@@ -376,10 +376,10 @@ def test_regen_that_is_stopped_says_what_remains(chat, monkeypatch):
     before = list(chat.session.messages)
     with monkeypatch.context() as patch:
         patch.setattr(Meter, "reading", press)
-        assert "the former one stays" in chat.told("/regen")[1]
+        assert "the former one stays" in chat.typed("/regen")[1]
     assert chat.session.messages == before
     monkeypatch.setattr(Meter, "write", press)
-    assert "replaces the former one" in chat.told("/regen")[1]
+    assert "replaces the former one" in chat.typed("/regen")[1]
     assert consistent(chat)
 
 
@@ -439,8 +439,8 @@ def test_a_model_cannot_speak_escape_sequences(chat, monkeypatch, capsys):
 )
 def test_pocket_recalls(chat_of):
     chat = chat_of(Runtime.from_pretrained("pocket").session(), quiet=True)
-    told = "Please remember: the code for the blue door is 4821."
-    assert "4821" in chat.told(told, "What is the code for the blue door?")[0]
+    fact = "Please remember: the code for the blue door is 4821."
+    assert "4821" in chat.typed(fact, "What is the code for the blue door?")[0]
     assert "small test and demonstration model" in "".join(chat.banner())
 
 
@@ -493,7 +493,7 @@ class Terminal:
         os.write(self.master, text.encode())
 
     def enter(self, line: str) -> str:
-        """What is seen until the next prompt."""
+        """Return what is seen until the next prompt."""
         self.type(line + "\r")
         return self.wait_for(READY)
 

@@ -38,10 +38,10 @@ class Listener(Chat):
     def __init__(self) -> None:
         runtime = SimpleNamespace(policies=lambda: POLICIES)
         super().__init__(SimpleNamespace(runtime=runtime), Output(quiet=True))  # type: ignore[arg-type]
-        self.told: list[str] = []
+        self.lines: list[str] = []
 
     def handle(self, text: str) -> int:
-        self.told.append(text)
+        self.lines.append(text)
         self.draft = text.removeprefix("/draft ") if text.startswith("/draft ") else ""
         self.over = text == "/exit"
         return OK
@@ -55,12 +55,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def typed(keys: str) -> list[str]:
-    """What the chat is told by `keys`."""
+    """Return what the chat is told by `keys`."""
     chat = Listener()
     with create_pipe_input() as keyboard:
         keyboard.send_text(keys + "/exit\r")
         assert converse(chat, keyboard, DummyOutput()) == 0
-    return chat.told[:-1]
+    return chat.lines[:-1]
 
 
 def paste(text: str) -> str:
@@ -92,9 +92,9 @@ def test_a_paste_is_shown_by_its_size() -> None:
     )
     text = "".join(fragment[1] for fragment in shown.fragments)
     assert text == "see [pasted 120 lines][pasted 1,000 characters]!"
-    places = [shown.source_to_display(index) for index in range(len(line) + 1)]
-    assert [text[place : place + 1] for place in places] == ["s", "e", "e", " ", "[", "[", "!", ""]
-    assert [shown.display_to_source(place) for place in places] == list(range(len(line) + 1))
+    xs = [shown.source_to_display(index) for index in range(len(line) + 1)]
+    assert [text[x : x + 1] for x in xs] == ["s", "e", "e", " ", "[", "[", "!", ""]
+    assert [shown.display_to_source(x) for x in xs] == list(range(len(line) + 1))
     assert shown.display_to_source(10) == 4  # within the label
     assert pastes.unfold(line) == f"see {LONG}{'x' * 1000}!"
     assert pastes.fold("two\nlines") == "two\nlines"
@@ -140,7 +140,7 @@ def test_history_that_cannot_be_a_file_is_in_memory(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "completions"),
     [
         ("/", [*(f"{n} " if usage else n for n, (usage, _, _) in Chat.COMMANDS.items())]),
         ("/st", ["stats"]),
@@ -164,14 +164,14 @@ def test_history_that_cannot_be_a_file_is_in_memory(home: Path) -> None:
         ("two lines\n/st", []),
     ],
 )
-def test_tab_completes(text: str, found: list[str], home: Path) -> None:
+def test_tab_completes(text: str, completions: list[str], home: Path) -> None:
     (home / "my notes.txt").touch()
     (home / "text.md").touch()
     (home / "folder").mkdir()
     (home / "folder" / "inner").touch()
     completer = ChatCompleter(Listener())
     offered = completer.get_completions(Document(text), CompleteEvent(completion_requested=True))
-    assert [completion.text for completion in offered] == found
+    assert [completion.text for completion in offered] == completions
 
 
 def test_no_commands_completes_none() -> None:
@@ -236,7 +236,7 @@ def meanwhile(
     """
     import pty
 
-    asked, plain = list[str](), Prompt.ask
+    drafts, plain = list[str](), Prompt.ask
 
     class Busy(Listener):
         def handle(self, text: str) -> int:
@@ -247,7 +247,7 @@ def meanwhile(
 
     def ask(prompt: Prompt, typed: str = "") -> str:
         if typed:
-            asked.append(typed)
+            drafts.append(typed)
             os.write(master, b"\r")
         return plain(prompt, typed)
 
@@ -259,7 +259,7 @@ def meanwhile(
         assert converse(chat, create_input(terminal), DummyOutput()) == 0
     os.close(master)
     assert not during
-    return chat.told, asked
+    return chat.lines, drafts
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals are Unix's")
@@ -272,10 +272,10 @@ def test_lines_typed_ahead_are_taken_one_by_one(
         "half": (f"{paste(LONG)}\r/pin 4821\rabd\x7fc\r\r", OK),
         "abc": ("five\x1b\rsix\r/exit\r", 2),
     }
-    taken, asked = meanwhile(monkeypatch, "one\rtwo\rha", during)
+    taken, drafts = meanwhile(monkeypatch, "one\rtwo\rha", during)
     lines = ["one", "two", "half", "three\nfour", LONG, "/pin 4821", "abc", "", "five\nsix"]
     assert taken == [*lines, "/exit"]
-    assert asked == []
+    assert drafts == []
     kept = (home / "kvcap" / "history").read_text()
     assert "+two" in kept
     assert "line 7" not in kept
@@ -295,6 +295,6 @@ def test_after_a_stop_or_a_refusal_lines_typed_ahead_wait_in_the_prompt(
         "begin": (f"{line}\rtwo\r", OK), line: (f"{paste('three')}\rfou", code),
         shown: ("/exit\r", OK),
     }  # fmt: skip
-    taken, asked = meanwhile(monkeypatch, "begin\r", during)
+    taken, drafts = meanwhile(monkeypatch, "begin\r", during)
     assert taken == ["begin", line, shown, "/exit"]
-    assert asked == [shown]
+    assert drafts == [shown]

@@ -83,7 +83,7 @@ def on_screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
 
 
 def drawn(pieces: list[str], height: int = 20) -> str:
-    """What of an answer stays on a screen of forty columns."""
+    """Return what of an answer stays on a screen of forty columns."""
     with pytest.MonkeyPatch.context() as patch:
         stream = io.StringIO()  # no terminal, so what is only drawn for a while is not in it
         patch.setenv("COLUMNS", "40")

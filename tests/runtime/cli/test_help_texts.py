@@ -32,8 +32,8 @@ COMMANDS = dict(commands(application()))
 
 def parameters(command: Any) -> list[Any]:
     """Return the options and arguments of a command, --help among them."""
-    found: list[Any] = command.get_params(click.Context(command))
-    return found
+    listed: list[Any] = command.get_params(click.Context(command))
+    return listed
 
 
 def fault(text: str | None) -> str | None:
@@ -42,8 +42,8 @@ def fault(text: str | None) -> str | None:
         return "it has no help"
     if not text[0].isupper():
         return "it does not begin with a capital letter"
-    if found := FRAGMENT.match(text):
-        return f"it begins with {found[0]!r}"
+    if fragment := FRAGMENT.match(text):
+        return f"it begins with {fragment[0]!r}"
     return None if text.endswith(".") else "it does not end with a full stop"
 
 

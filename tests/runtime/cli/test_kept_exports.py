@@ -26,7 +26,7 @@ from kvcap.runtime.types import MANIFEST
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """Commands that would have exported; each leaves a manifest alone, which counts as whole."""
+    """Return commands that would have exported; each leaves a manifest alone."""
     commands = []
 
     def export(command, **_):
@@ -178,9 +178,9 @@ def test_a_text_is_known_by_what_it_says(model, made, tmp_path):
     for file, said in zip(texts, ("one", "one", "other"), strict=True):
         file.write_text(said)
     plain = kept_export(str(model), "int4", Budget())
-    found = [kept_export(str(model), "int4", Budget(), calibrate=file) for file in texts]
-    assert found[0] == found[1]
-    assert len({plain, *found}) == len(made) == 3
+    exports = [kept_export(str(model), "int4", Budget(), calibrate=file) for file in texts]
+    assert exports[0] == exports[1]
+    assert len({plain, *exports}) == len(made) == 3
     assert [c[c.index("--calibrate") + 1] for c in made[1:]] == [str(texts[0]), str(texts[2])]
 
 
@@ -232,11 +232,11 @@ def test_an_export_without_a_manifest_of_this_kvcap_is_made_again(said, tmp_path
 
 def test_two_at_once_make_it_once(model, made, capsys):
     started = threading.Barrier(2)
-    found = []
+    exports = []
 
     def one():
         started.wait()
-        found.append(kept_export(str(model), "int4", Budget()))
+        exports.append(kept_export(str(model), "int4", Budget()))
 
     threads = [threading.Thread(target=one) for _ in range(2)]
     for thread in threads:
@@ -244,7 +244,7 @@ def test_two_at_once_make_it_once(model, made, capsys):
     for thread in threads:
         thread.join()
     assert len(made) == 1
-    assert found[0] == found[1]
+    assert exports[0] == exports[1]
 
 
 def test_an_export_that_fails_ends_with_its_code(model, made, monkeypatch):
@@ -281,10 +281,10 @@ def test_what_cannot_be(model, made, tmp_path, capsys):
              "add that": ["--calibrate", str(text)],
              "No such file": ["--weights", "int4", "--calibrate", str(tmp_path / "none")],
     }  # fmt: skip
-    for told, arguments in wrong.items():
+    for says, arguments in wrong.items():
         assert run(["generate", "pocket", "Hello!", *arguments]) == 2
         (line,) = capsys.readouterr().err.splitlines()  # and no note on an export before it
-        assert told in line
+        assert says in line
     assert not made
 
 

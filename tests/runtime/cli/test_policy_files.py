@@ -46,7 +46,7 @@ class One(Policy):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the policies, whose files are read instead of them."""
+    """Return a copy of the policies, whose files are read instead of them."""
     copied = tmp_path / "policies"
     shutil.copytree(Path(policies.__file__).parent, copied)
     spec = SimpleNamespace(origin=str(copied / "__init__.py"))
@@ -55,24 +55,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rows() -> dict[str, Any]:
-    found = read_list()
-    assert found is not None
-    return {row["name"]: row for row in found[0]}
+    listed = read_list()
+    assert listed is not None
+    return {row["name"]: row for row in listed[0]}
 
 
 def test_rows_are_those_of_the_imported_policies() -> None:
-    found = read_list()
-    assert found is not None
-    assert found[0] == [describe(name, load_policy(name)) for name in policies.policies()]
-    assert found[1] == describe_companions()
+    listed = read_list()
+    assert listed is not None
+    assert listed[0] == [describe(name, load_policy(name)) for name in policies.policies()]
+    assert listed[1] == describe_companions()
 
 
 def test_a_new_file_is_listed(folder: Path) -> None:
     (folder / "one.py").write_text(ONE)
-    found = rows()
-    assert found["one"]["options"] == {"ratio": 0.5, "sink_tokens": 4, "recent_tokens": 0}
-    assert found["one"]["state_bytes_per_slot"] == 2
-    half = found["one-half"]
+    by_name = rows()
+    assert by_name["one"]["options"] == {"ratio": 0.5, "sink_tokens": 4, "recent_tokens": 0}
+    assert by_name["one"]["state_bytes_per_slot"] == 2
+    half = by_name["one-half"]
     assert (half["composition"], half["when"]) == ("one", "for half")
     assert half["options"] == {"ratio": 0.25, "sink_tokens": 4, "recent_tokens": 8}
     assert half["preset"] == {"ratio": 0.25, "recent_tokens": 8}

@@ -56,15 +56,15 @@ def hub(gguf: bytes) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def kvcap(hub: FakeHub, tmp_path: Path) -> Run:
-    """Runs a command beside the hub, with caches of its own."""
+    """Return what runs a command beside the hub, with caches of its own."""
     outer = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    places = {"HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    places |= {"NO_PROXY": "*", "no_proxy": "*", "HF_HUB_DISABLE_XET": "1"}
+    folders = {"HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    folders |= {"NO_PROXY": "*", "no_proxy": "*", "HF_HUB_DISABLE_XET": "1"}
 
     def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         return ran(
             [sys.executable, "-m", "kvcap", *arguments],
-            env={**outer, "HF_ENDPOINT": hub.url, **places, **more},
+            env={**outer, "HF_ENDPOINT": hub.url, **folders, **more},
             cwd=ROOT,
         )
 
@@ -106,10 +106,10 @@ def test_a_file_is_pulled_once_listed_planned_and_run(
     assert len(hub.asked) == count
     offline = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
     assert kvcap("plan", name, **offline).returncode == 0
-    told = kvcap(
+    answered = kvcap(
         "generate", name, "Hi", "--budget-tokens", "64", "--max-new-tokens", "2", **offline
     )
-    assert told.returncode == 0, told.stderr
+    assert answered.returncode == 0, answered.stderr
     listed = json.loads(kvcap("models", "--json", **offline).stdout)
     row = next(x for x in listed if x["name"] == "Some/Tiny-GGUF:tiny-Q4_K_M")
     assert (row["path"], row["nbytes"], row["fits"]) == (str(path), len(gguf), True)

@@ -35,7 +35,7 @@ def evicted(runtime: Runtime, chat_of: Any) -> Callable[..., Any]:
         session = runtime.session(seed=0)
         session.set_generation(max_new_tokens=16)
         chat = chat_of(session, **output)
-        assert "recalled" not in chat.told(FACT, FILLER)[1]
+        assert "recalled" not in chat.typed(FACT, FILLER)[1]
         return chat
 
     return make
@@ -43,20 +43,20 @@ def evicted(runtime: Runtime, chat_of: Any) -> Callable[..., Any]:
 
 def test_a_line_says_what_was_recalled(evicted):
     chat = evicted()
-    out, err = chat.told(QUESTION)
+    out, err = chat.typed(QUESTION)
     assert "7421" in out
     tokens = chat.session.turn.recalled_tokens
     assert err.splitlines()[-1] == f"recalled 1 passage, {tokens} tokens"
-    assert "recalled" not in chat.told("Thank you.")[1]
+    assert "recalled" not in chat.typed("Thank you.")[1]
     quiet = evicted(quiet=True)
-    assert quiet.told(QUESTION)[1] == ""
+    assert quiet.typed(QUESTION)[1] == ""
     assert quiet.session.turn.recalled_tokens
 
 
 def test_a_refused_message_recalled_nothing(evicted, capsys):
     """Figures of the answer before are not those of one that never began."""
     chat = evicted(json=True, quiet=True)
-    chat.told(QUESTION)
+    chat.typed(QUESTION)
     assert chat.session.recall.passages
 
     def refused() -> Any:
@@ -69,8 +69,8 @@ def test_a_refused_message_recalled_nothing(evicted, capsys):
 
 def test_the_command_shows_the_setting_and_changes_it(evicted):
     chat = evicted()
-    assert "last message: nothing recalled" in chat.told("/recall")[1]
-    chat.told(QUESTION)
+    assert "last message: nothing recalled" in chat.typed("/recall")[1]
+    chat.typed(QUESTION)
     recall, tokens = chat.session.recall, chat.session.turn.recalled_tokens
     last = f"last message: 1 passage, {tokens} tokens recalled · index of evicted"
     most = "recall at most {} tokens of evicted text for a message"
@@ -83,26 +83,26 @@ def test_the_command_shows_the_setting_and_changes_it(evicted):
         ("/recall 5000", BUDGET, above),
         ("/RECALL AUTO", BUDGET // 2, f"{most.format(BUDGET // 2)} (auto)\n"),
     ):
-        assert says in chat.told(line)[1]
+        assert says in chat.typed(line)[1]
         assert (chat.code, recall.limit, recall.store.limit) == (0, limit, STORE_BYTES)
 
 
 def test_the_command_finds_passages(evicted):
     chat = evicted()
-    (line,) = chat.told("/recall vault code")[1].splitlines()
+    (line,) = chat.typed("/recall vault code")[1].splitlines()
     assert line.startswith("tokens 2 to ")
     assert "mostly evicted: " in line
     assert FACT in line
     many = " ".join(f"Lamp {n} of Porto is green. {words(60)}" for n in range(6))
-    chat.told(f"{many} {FILLER}")
+    chat.typed(f"{many} {FILLER}")
     assert len(chat.session.search("green lamp in Porto")) == 6
-    found = chat.told("/recall green lamp in Porto")[1].splitlines()
-    assert len(found) == 5
-    assert all("Porto" in line for line in found)
-    assert "no passage" in chat.told("/recall zebra")[1]
-    assert FACT in chat.told('/recall "7421"')[1]  # a word; without quotes, a number of tokens
+    passages = chat.typed("/recall green lamp in Porto")[1].splitlines()
+    assert len(passages) == 5
+    assert all("Porto" in line for line in passages)
+    assert "no passage" in chat.typed("/recall zebra")[1]
+    assert FACT in chat.typed('/recall "7421"')[1]  # a word; without quotes, a number of tokens
     assert chat.code == 0
-    assert "/recall auto turns it on" in chat.told("/recall off", "/recall vault")[1]
+    assert "/recall auto turns it on" in chat.typed("/recall off", "/recall vault")[1]
     assert chat.code == 2
 
 
@@ -124,17 +124,17 @@ def test_policy_and_budget_keep_the_settings_of_recall(evicted):
         (("/budget 512",), 512),
         (("/recall auto",), 512 // 3),
     ):
-        chat.told(*lines)
+        chat.typed(*lines)
         assert chat.session.recall.limit == limit
     assert chat.session.recall.store.limit == STORE_BYTES
 
 
 def test_clear_forgets_what_could_be_recalled_and_figures_count_the_index(evicted):
     chat = evicted()
-    chat.told("/recall 60", QUESTION)
-    assert "index of evicted text" in chat.told("/stats")[1]
-    assert "KiB of 8.0 MiB" in chat.told("/mem")[1]
-    _, err = chat.told("/clear", "/stats", "/mem", FILLER, "/recall vault")
+    chat.typed("/recall 60", QUESTION)
+    assert "index of evicted text" in chat.typed("/stats")[1]
+    assert "KiB of 8.0 MiB" in chat.typed("/mem")[1]
+    _, err = chat.typed("/clear", "/stats", "/mem", FILLER, "/recall vault")
     assert "index of evicted" not in err
     assert "no passage" in err
     assert chat.session.recall.limit == 60  # settings stay
@@ -147,7 +147,7 @@ def test_off_from_the_start_can_be_switched_on_where_no_cap_forbids_it(cap, code
     )
     chat = chat_of(runtime.session())
     assert chat.session.recall.limit == 0
-    assert ("no room for an index" in chat.told("/recall auto")[1]) == bool(code)
+    assert ("no room for an index" in chat.typed("/recall auto")[1]) == bool(code)
     assert chat.code == code
     assert chat.session.recall.limit == (0 if code else BUDGET // 2)
 
@@ -198,9 +198,9 @@ def test_the_plan_shows_and_counts_the_index(kvcap):
     assert (without["recall_store"], without["recall_tokens"]) == (0, 0)
     assert json.loads(plan("--budget-tokens", "600", "--json"))["recall_tokens"] == 200
     assert "takes at most 128 of the 256 slots" in plan("--budget-tokens", "256")
-    found = json.loads(plan("--recall-store", "1MiB", "--json"))
-    assert found["recall_store"] == 1 << 20
-    assert found["cache_bytes"] == without["cache_bytes"]
-    index = (1 << 20) + found["word_vectors"]
-    assert found["total_bytes"] == without["total_bytes"] + index
+    smaller = json.loads(plan("--recall-store", "1MiB", "--json"))
+    assert smaller["recall_store"] == 1 << 20
+    assert smaller["cache_bytes"] == without["cache_bytes"]
+    index = (1 << 20) + smaller["word_vectors"]
+    assert smaller["total_bytes"] == without["total_bytes"] + index
     assert re.search(r"^index of evicted text +8\.0 MiB +8,388,608 +at most", plan(), re.MULTILINE)

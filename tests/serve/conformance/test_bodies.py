@@ -27,7 +27,7 @@ NAMESPACE: Any = {"type": "namespace", "name": "multi_agent_v1", "description": 
 CACHED: Any = {"cache_control": {"type": "ephemeral"}}
 SCHEMA: Any = {"type": "object", "properties": {"b": {"$ref": "#/$defs/b"}}, "$defs": {"b": {}}}
 LEAST: dict[str, Any] = {
-    **{path: api.asked for path, api in APIS.items()},
+    **{path: api.least for path, api in APIS.items()},
     MESSAGES.path: {"model": "pocket", "max_tokens": 9, "messages": HELLO, "tools": [WEATHER]},
     RESPONSES.path: {"model": "pocket", "input": HELLO, "tools": [RUN]},
 }
@@ -220,7 +220,7 @@ REQUESTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # an address, a 
 def test_a_body_becomes_a_request(http, talk, path, more, expected):
     answer = http.post(path, json=body(path, more))
     assert answer.status_code == 200, answer.text
-    assert {name: value_at(talk.asked, name) for name in expected} == expected
+    assert {name: value_at(talk.request, name) for name in expected} == expected
 
 
 ZEROS: dict[str, Any] = {"template": "", "system": "", "options": None, "suffix": "", "name": "",
@@ -258,10 +258,10 @@ UNASKED: list[tuple[str, dict[str, Any]]] = [
 def test_what_clients_send_unasked_asks_for_nothing(http, talk, path, more):
     """The conversations are asked for the same as without it."""
     assert http.post(path, json=LEAST[path]).status_code == 200
-    plain = talk.asked
+    plain = talk.request
     answer = http.post(path, json=body(path, more))
     assert answer.status_code == 200, answer.text
-    assert talk.asked == plain
+    assert talk.request == plain
 
 
 IMAGE: Any = {"type": "image_url", "image_url": "x"}
@@ -490,17 +490,17 @@ def test_the_first_request_of_an_agent_is_answered(
     answer = http.post(path, json=recorded)
     assert answer.status_code == 200, answer.text
     assert answer.text.rstrip().rpartition("event: ")[2].startswith(last)
-    assert [(one["role"], one["content"]) for one in talk.asked.messages] == messages
-    assert talk.asked.options["template_options"] == template
-    assert len(talk.asked.tools) == 1
+    assert [(one["role"], one["content"]) for one in talk.request.messages] == messages
+    assert talk.request.options["template_options"] == template
+    assert len(talk.request.tools) == 1
 
 
 def test_tools_that_are_not_offered_are_named(http, talk, caplog):
     tools = [NAMESPACE, {"type": "code_interpreter", "container": {"type": "auto"}}]
     names = "namespace multi_agent_v1, code_interpreter"
     with caplog.at_level(logging.WARNING, "kvcap.serve"):
-        asked = {**LEAST[RESPONSES.path], "tools": [RUN, *tools], "metadata": {"a": "b"}}
-        answer = [http.post(RESPONSES.path, json=asked).json() for _ in range(2)][-1]
+        request = {**LEAST[RESPONSES.path], "tools": [RUN, *tools], "metadata": {"a": "b"}}
+        answer = [http.post(RESPONSES.path, json=request).json() for _ in range(2)][-1]
     assert [one.getMessage().partition(": ")[2] for one in caplog.records] == [names]
     assert answer["metadata"] == {"a": "b", "kvcap_tools_left_out": names}
     assert answer["tools"] == [RUN]
@@ -513,9 +513,9 @@ def test_tools_that_are_not_offered_are_named(http, talk, caplog):
 ], ids=str)  # fmt: skip
 def test_thoughts_are_sent_only_if_thinking_is_enabled(http, talk, more, kinds):
     talk.script = Script(["<think>Hm", "</think>", "Yes"])
-    asked = {**LEAST[MESSAGES.path], **more}
-    assert [one["type"] for one in http.post(MESSAGES.path, json=asked).json()["content"]] == kinds
-    stream = http.post(MESSAGES.path, json={**asked, "stream": True}).text
+    least = {**LEAST[MESSAGES.path], **more}
+    assert [one["type"] for one in http.post(MESSAGES.path, json=least).json()["content"]] == kinds
+    stream = http.post(MESSAGES.path, json={**least, "stream": True}).text
     begun = [line for line in stream.splitlines() if '"content_block_start"' in line]
-    found = [json.loads(line.removeprefix("data: ")) for line in begun]
-    assert [(one["index"], one["content_block"]["type"]) for one in found] == [*enumerate(kinds)]
+    blocks = [json.loads(line.removeprefix("data: ")) for line in begun]
+    assert [(one["index"], one["content_block"]["type"]) for one in blocks] == [*enumerate(kinds)]

@@ -85,23 +85,23 @@ ANSWERS: dict[str, tuple[Script, bool, tuple[Any, ...]]] = {  # with tools: text
 @pytest.mark.parametrize("streamed", [False, True])
 def test_an_answer_is_put_in_the_words_of_its_api(client, talk, api, case, streamed):
     talk.script, tools, (text, thoughts, calls, ended) = ANSWERS[case]
-    asked = {**api.asked, **({"tools": api.tools} if tools else {})}
-    said = client.post(api.path, json={**asked, **(api.streaming if streamed else {})})
+    request = {**api.least, **({"tools": api.tools} if tools else {})}
+    said = client.post(api.path, json={**request, **(api.streaming if streamed else {})})
     assert said.status_code == 200, said.text
-    found = api.stream(said.text) if streamed else api.whole(said.json())
+    answer = api.stream(said.text) if streamed else api.whole(said.json())
     cached = None if api in (OLLAMA, GENERATE) else 4
     written = len(talk.script.pieces)
-    assert found == Answer(text, thoughts, calls, api.ended[ended], 11, cached, written)
+    assert answer == Answer(text, thoughts, calls, api.ended[ended], 11, cached, written)
 
 
 @pytest.mark.parametrize("api", [api for api in CHATS if api.tools], ids=named)
 def test_calls_and_their_results_are_those_of_a_chat(client, talk, api):
-    talk.script, asked = Script([CALL]), {**api.asked, "tools": api.tools}
-    first = client.post(api.path, json=asked).json()
+    talk.script, request = Script([CALL]), {**api.least, "tools": api.tools}
+    first = client.post(api.path, json=request).json()
     parsed = talk.answers[-1].parsed.as_message()
     for more in api.returned(first):
-        assert client.post(api.path, json={**asked, **more}).status_code == 200
-        question, called, returned = talk.asked.messages
+        assert client.post(api.path, json={**request, **more}).status_code == 200
+        question, called, returned = talk.request.messages
         assert question == HELLO[0]
         given = called["tool_calls"][0]
         if api is not OLLAMA:  # which gives it a new id
@@ -110,13 +110,13 @@ def test_calls_and_their_results_are_those_of_a_chat(client, talk, api):
         assert given["function"] == {"name": "add", "arguments": {"a": 1}}
         assert returned.pop("name", "add") == "add"
         assert returned == {"role": "tool", "tool_call_id": given["id"], "content": "2"}
-        assert talk.asked.tools[0]["function"]["parameters"] == PARAMETERS
+        assert talk.request.tools[0]["function"]["parameters"] == PARAMETERS
 
 
 @every_chat
 def test_an_error_within_a_stream_ends_it_in_the_form_of_its_api(client, talk, api):
     talk.script = Script(late=errors.SessionBroken("layers disagree"))
-    *_, last = client.post(api.path, json={**api.asked, **api.streaming}).text.strip().split("\n")
+    *_, last = client.post(api.path, json={**api.least, **api.streaming}).text.strip().split("\n")
     error = json.loads(last.removeprefix("data: "))
     if api is RESPONSES:
         assert error["type"] == "response.failed"
@@ -133,15 +133,15 @@ def test_an_error_within_a_stream_ends_it_in_the_form_of_its_api(client, talk, a
 @every_chat
 def test_a_schema_and_a_limit_are_those_of_the_answer(client, talk, api):
     if api.schema is not None:
-        assert client.post(api.path, json={**api.asked, **api.schema}).status_code == 200
-        assert talk.asked.options["json_schema"] == PARAMETERS
+        assert client.post(api.path, json={**api.least, **api.schema}).status_code == 200
+        assert talk.request.options["json_schema"] == PARAMETERS
     outer, _, inner = api.limit.partition(".")
     for most, status in ((7, 200), (-5, 400), ("7", 400), (101, 400)):
         limit = {outer: {inner: most} if inner else most}
-        said = client.post(api.path, json={**api.asked, **limit})
+        said = client.post(api.path, json={**api.least, **limit})
         assert said.status_code == status, said.text
         assert status == 200 or f"{api.limit} is" in said.text
-    assert talk.asked.options["max_new_tokens"] == 7
+    assert talk.request.options["max_new_tokens"] == 7
 
 
 @every_api
@@ -150,18 +150,18 @@ def test_every_field_may_be_null_and_is_named_where_it_is_wrong(client, talk, ap
     document = client.get("/openapi.json").json()
     (kind,) = document["paths"][api.path]["post"]["requestBody"]["content"].values()
     fields = document["components"]["schemas"][kind["schema"]["$ref"].split("/")[-1]]["properties"]
-    asked = {**api.asked, "stream": False} if "stream" in fields else api.asked
-    client.post(api.path, json=asked)
-    plain = talk.asked
-    said = client.post(api.path, json={**dict.fromkeys(fields), **asked})
+    request = {**api.least, "stream": False} if "stream" in fields else api.least
+    client.post(api.path, json=request)
+    plain = talk.request
+    said = client.post(api.path, json={**dict.fromkeys(fields), **request})
     assert said.status_code == 200, said.text
-    assert talk.asked == plain
+    assert talk.request == plain
     for name in sorted(fields.keys() - {"model"}):
         for wrong in (-7, "x", [5], {"x": 1}):
-            said = client.post(api.path, json={**asked, name: wrong})
+            said = client.post(api.path, json={**request, name: wrong})
             assert said.status_code in (200, 400, 404), said.text
             assert said.status_code == 200 or name in said.text
-    said = client.post(api.path, json={**asked, "unheard_of": 1})
+    said = client.post(api.path, json={**request, "unheard_of": 1})
     assert said.status_code == 400
     assert "unheard_of is no parameter" in said.text
 
@@ -197,7 +197,7 @@ FAILED: list[tuple[int, str | None, str, Exception]] = [  # a status, a code of 
 @pytest.mark.parametrize(("status", "words", "request_"), REFUSED)
 def test_what_is_refused_is_so_in_the_form_of_its_api(client, talk, api, status, words, request_):
     before = len(talk.answers)
-    body = {**api.asked, **request_.get("json", {})}
+    body = {**api.least, **request_.get("json", {})}
     given = {**request_, **({} if "content" in request_ else {"json": body})}
     said = client.request(given.pop("method", "POST"), api.path, **given)
     assert words in assert_refused(api, said, status)
@@ -210,9 +210,9 @@ def test_what_is_refused_is_so_in_the_form_of_its_api(client, talk, api, status,
 def test_what_fails_does_so_in_the_form_of_its_api(
     client, talk, api, status, code, words, error, streamed
 ):
-    asked = {**api.asked, **(api.streaming if streamed else {})}
+    request = {**api.least, **(api.streaming if streamed else {})}
     for talk.script in (Script(refused=error), Script(early=error)):
-        said = client.post(api.path, json=asked)
+        said = client.post(api.path, json=request)
         message = assert_refused(api, said, status)
         assert words in message
         assert "/a/path" not in message
@@ -225,7 +225,7 @@ def test_what_fails_does_so_in_the_form_of_its_api(
 def test_the_answer_to_a_failure_says_that_its_connection_ends(client, talk, api):
     """A client that keeps connections would find it closed by its next request."""
     talk.script = Script(refused=ZeroDivisionError())
-    assert client.post(api.path, json=api.asked).headers["Connection"] == "close"
+    assert client.post(api.path, json=api.least).headers["Connection"] == "close"
 
 
 @pytest.mark.parametrize("path", ["/v1/nowhere", "/v1/messages/nowhere", "/api/embed"])
@@ -238,13 +238,13 @@ NUMBER = b"9" * 5_000
 
 
 def body(api: Api, more: bytes = b"", **fields: Any) -> bytes:
-    """The API's least body with further fields, or others; `more` is put in as it is."""
-    return json.dumps({**api.asked, **fields}).encode()[:-1] + more + b"}"
+    """Return the API's least body with further fields; `more` is put in as it is."""
+    return json.dumps({**api.least, **fields}).encode()[:-1] + more + b"}"
 
 
 def saying(api: Api, content: Any) -> bytes:
-    """The API's least body, in which a text is `content`."""
-    field = next(name for name in ("messages", "input", "prompt") if name in api.asked)
+    """Return the API's least body, in which a text is `content`."""
+    field = next(name for name in ("messages", "input", "prompt") if name in api.least)
     return body(api, **{field: with_content(content) if field == "messages" else content})
 
 
@@ -254,9 +254,9 @@ def with_content(content: Any, **more: Any) -> Any:
 
 def limited(api: Api, most: bytes) -> bytes:
     outer, _, inner = api.limit.partition(".")
-    asked = {name: value for name, value in api.asked.items() if name != outer}
+    request = {name: value for name, value in api.least.items() if name != outer}
     value = b'{"%s": %s}' % (inner.encode(), most) if inner else most
-    return json.dumps(asked).encode()[:-1] + b', "%s": %s}' % (outer.encode(), value)
+    return json.dumps(request).encode()[:-1] + b', "%s": %s}' % (outer.encode(), value)
 
 
 def called(**more: Any) -> Any:
@@ -370,11 +370,11 @@ def test_a_body_without_its_type_is_taken_where_no_browser_sends_it(
 def test_thoughts_are_counted(client, talk, api):
     """All but the marks, which are three tokens here."""
     talk.script = Script(["<think>", "Hm", "\n", "so", "</", "think>", "Yes"])
-    said = client.post(api.path, json=api.asked).json()
+    said = client.post(api.path, json=api.least).json()
     usage = said.get("usage", {})
     names = ("completion_tokens_details", "output_tokens_details")
-    found = [usage[name]["reasoning_tokens"] for name in names if name in usage]
-    assert found == ([3] if api in (CHAT, RESPONSES) else [])
+    counts = [usage[name]["reasoning_tokens"] for name in names if name in usage]
+    assert counts == ([3] if api in (CHAT, RESPONSES) else [])
 
 
 CUT: dict[str, tuple[str, list[tuple[str, Any]]]] = {  # what is left of a call that was cut
@@ -392,8 +392,8 @@ def test_a_call_that_must_be_is_one_even_if_it_is_cut(client, talk, api, written
     talk.script = Script([written[:6], written[6:]], reason="length")
     text, calls = CUT[written]
     choice = {"type": "any"} if api is MESSAGES else "required"
-    asked = {**api.asked, "tools": api.tools, "tool_choice": choice, "stream": streamed}
-    said = client.post(api.path, json=asked)
+    request = {**api.least, "tools": api.tools, "tool_choice": choice, "stream": streamed}
+    said = client.post(api.path, json=request)
     assert said.status_code == 200, said.text
     assert r"{\"na" not in said.text
     assert json.dumps(text)[1:-1] in said.text or (api is MESSAGES and not streamed)
@@ -404,8 +404,8 @@ def test_a_call_that_must_be_is_one_even_if_it_is_cut(client, talk, api, written
     if not streamed and api is CHAT:
         (one,) = said.json()["choices"]
         assert (one["message"]["content"] or "", one["finish_reason"]) == ("", "length")
-        found = one["message"].get("tool_calls", [])
-        assert [one["function"]["arguments"] for one in found] == [text] * len(calls)
+        whole_calls = one["message"].get("tool_calls", [])
+        assert [one["function"]["arguments"] for one in whole_calls] == [text] * len(calls)
 
 
 POST = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
@@ -482,4 +482,4 @@ def test_no_hostile_request_is_more_than_refused(served, client, talk, case):
                 assert said["error"]["type"] == "invalid_request_error"
                 assert "no request of HTTP/1.1" in said["error"]["message"]
                 assert sender.recv(1) == b""
-    assert client.post(CHAT.path, json=CHAT.asked).status_code == 200
+    assert client.post(CHAT.path, json=CHAT.least).status_code == 200

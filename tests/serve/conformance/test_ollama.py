@@ -17,7 +17,7 @@ from kvcap.serve.contract import Piece
 from kvcap.serve.model_facts import ModelFacts
 from kvcap.serve.scheduler import Limits, Scheduler
 
-ASKED: Any = {"model": "pocket:latest", "messages": HELLO}
+CHAT: Any = {"model": "pocket:latest", "messages": HELLO}
 
 
 def lines(answer: httpx.Response) -> list[dict[str, Any]]:
@@ -26,22 +26,22 @@ def lines(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def test_an_answer_is_streamed_unless_the_body_says_otherwise(url, talk):
-    *parts, last = lines(httpx.post(f"{url}/api/chat", json=ASKED))
+    *parts, last = lines(httpx.post(f"{url}/api/chat", json=CHAT))
     assert [one["message"]["content"] for one in parts] == ["Hel", "lo", " there"]
     assert [one["done"] for one in (*parts, last)] == [False] * 3 + [True]
-    found = lines(httpx.post(f"{url}/api/generate", json={"model": "pocket", "prompt": "Hi"}))
-    assert "".join(one["response"] for one in found) == "Hello there"
+    answer = lines(httpx.post(f"{url}/api/generate", json={"model": "pocket", "prompt": "Hi"}))
+    assert "".join(one["response"] for one in answer) == "Hello there"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_raw_prompt_is_continued_as_it_is(url, talk, stream):
     """All of the answer is text, also what would be thoughts in a chat."""
     talk.script = Script(["<think>", "Hm", "</think>"])
-    asked = {"model": "pocket", "prompt": "Once", "raw": True, "stream": stream, "think": False}
-    said = httpx.post(f"{url}/api/generate", json=asked)
-    found = lines(said) if stream else [said.json()]
-    assert "".join(one["response"] for one in found) == "<think>Hm</think>"
-    assert (found[-1]["done_reason"], found[-1]["eval_count"]) == ("stop", 3)
+    request = {"model": "pocket", "prompt": "Once", "raw": True, "stream": stream, "think": False}
+    said = httpx.post(f"{url}/api/generate", json=request)
+    parts = lines(said) if stream else [said.json()]
+    assert "".join(one["response"] for one in parts) == "<think>Hm</think>"
+    assert (parts[-1]["done_reason"], parts[-1]["eval_count"]) == ("stop", 3)
 
 
 def test_the_one_model_is_described(url, talk):
@@ -84,40 +84,40 @@ def test_a_model_is_loaded_and_unloaded_in_word(url, talk, kept, reason):
         assert said["done_reason"] == reason
 
 
-@pytest.mark.parametrize("asked", [
+@pytest.mark.parametrize("case", [
     ("chat", {}), ("generate", {"prompt": "Hi"}), ("generate", {"prompt": "Hi", "raw": True}),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_are_given(url, talk, asked, stream):
-    path, more = asked
+def test_log_probabilities_are_given(url, talk, case, stream):
+    path, more = case
     likely = [
         Logprob(7, text, text.encode(), -0.5, (Logprob(8, "x", b"x", -1.0),)) for text in "ab"
     ]
     talk.script = Script([Piece(one.text, (one,)) for one in likely])
-    body = {**({"prompt": "Hi"} if path == "generate" else ASKED), **more, "model": "pocket"}
+    body = {**({"prompt": "Hi"} if path == "generate" else CHAT), **more, "model": "pocket"}
     body = {**body, "stream": stream, "logprobs": True, "top_logprobs": 1}
     said = httpx.post(f"{url}/api/{path}", json=body)
-    found = lines(said) if stream else [said.json()]
-    given = [one for line in found for one in line.get("logprobs", ())]
+    parts = lines(said) if stream else [said.json()]
+    given = [one for line in parts for one in line.get("logprobs", ())]
     assert given == [one.as_dict() for one in likely]
-    assert talk.asked.options["logprobs"] == 1
+    assert talk.request.options["logprobs"] == 1
 
 
 def test_the_document_describes_every_body(url, talk):
-    found = httpx.get(f"{url}/docs").json()
-    assert httpx.get(f"{url}/openapi.json").json() == found
-    for path, said in found["paths"].items():
+    whole = httpx.get(f"{url}/docs").json()
+    assert httpx.get(f"{url}/openapi.json").json() == whole
+    for path, said in whole["paths"].items():
         allowed = httpx.put(f"{url}{path}").headers["Allow"].lower()
         assert set(said) == {"post" if "post" in allowed else "get"}
         if "post" in said:
             body = said["post"]["requestBody"]["content"]["application/json"]
             name = body["schema"]["$ref"].rpartition("/")[2]
-            assert found["components"]["schemas"][name]["properties"]
+            assert whole["components"]["schemas"][name]["properties"]
     routes = Api(talk, Settings("pocket")).paths
-    openai = {path for path in found["paths"] if path.startswith("/v1/") and "messages" not in path}
+    openai = {path for path in whole["paths"] if path.startswith("/v1/") and "messages" not in path}
     short = {path.removeprefix("/v1") for path in (*openai, "/v1/models/{name:path}")}
     others = {"/docs", "/openapi.json", "/v1/models/{name:path}"}
-    assert set(routes) - short - others == set(found["paths"])
+    assert set(routes) - short - others == set(whole["paths"])
 
 
 def test_texts_become_tokens_and_tokens_text():
@@ -159,6 +159,6 @@ def test_texts_become_tokens_and_tokens_text():
         whole = post("/v1/chat/completions", messages=chat, max_tokens=1)
         count = whole["usage"]["prompt_tokens"]
         assert post("/tokenize", messages=chat)["count"] == count
-        asked = {"model": "pocket", "messages": chat}
-        assert post("/v1/messages/count_tokens", **asked) == {"input_tokens": count}
+        request = {"model": "pocket", "messages": chat}
+        assert post("/v1/messages/count_tokens", **request) == {"input_tokens": count}
         assert "prompt, content or messages" in post("/tokenize")["error"]["message"]

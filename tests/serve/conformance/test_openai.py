@@ -40,10 +40,10 @@ def test_a_chat_is_answered_with_its_usage(client, talk):
         "reused": 4,
     }
     assert (answer.usage.recalled, answer.usage.recalled_passages) == (5, 1)
-    asked = talk.asked
-    assert asked.messages == ({"role": "system", "content": "Be brief."}, *HELLO)
-    assert asked.session_id == "mine"
-    assert asked.options == {
+    request = talk.request
+    assert request.messages == ({"role": "system", "content": "Be brief."}, *HELLO)
+    assert request.session_id == "mine"
+    assert request.options == {
         "temperature": 0.5,
         "top_p": 0.9,
         "seed": 7,
@@ -73,8 +73,8 @@ def test_a_chat_is_streamed(client, talk):
 def test_a_text_is_continued_streamed_and_whole(client, talk):
     whole = client.completions.create(model="pocket", prompt="Once", max_tokens=3)
     assert (whole.choices[0].text, whole.usage.completion_tokens) == ("Hello there", 3)
-    assert talk.asked.prompt == "Once"
-    assert talk.asked.messages is None
+    assert talk.request.prompt == "Once"
+    assert talk.request.messages is None
     parts = list(client.completions.create(model="pocket", prompt=["Once"], stream=True))
     assert "".join(part.choices[0].text for part in parts) == "Hello there"
     assert parts[-1].choices[0].finish_reason == "stop"
@@ -103,9 +103,9 @@ def test_an_answer_that_must_call_a_tool_is_held_to_a_call(client, talk, choice)
     ((call,), content) = said.choices[0].message.tool_calls, said.choices[0].message.content
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
     assert (content, said.choices[0].finish_reason) == (None, "tool_calls")
-    assert talk.asked.tools == (TOOL, OTHER)
+    assert talk.request.tools == (TOOL, OTHER)
     names = [
-        one["properties"]["name"]["const"] for one in talk.asked.options["json_schema"]["anyOf"]
+        one["properties"]["name"]["const"] for one in talk.request.options["json_schema"]["anyOf"]
     ]
     assert names == (["add", "now"] if choice == "required" else ["add"])
 
@@ -126,7 +126,7 @@ def test_no_choice_of_tools_offers_none(client, talk):
         model="pocket", messages=HELLO, tools=[TOOL], tool_choice="none"
     )
     assert said.choices[0].message.content == CALL
-    assert talk.asked.tools == ()
+    assert talk.request.tools == ()
 
 
 SCHEMA: Any = {"type": "object", "properties": {"b": {"$ref": "#/$defs/b"}}, "$defs": {"b": {}}}
@@ -143,12 +143,12 @@ def test_with_tools_and_a_schema_an_answer_is_held_to_either(url, talk, written,
     (choice,) = post(url, tools=[strict], response_format=shape).json()["choices"]
     assert len(choice["message"].get("tool_calls", ())) == calls
     assert choice["message"]["content"] == (None if calls else written)
-    call, answer = talk.asked.options["json_schema"]["anyOf"]
+    call, answer = talk.request.options["json_schema"]["anyOf"]
     assert call["properties"]["name"] == {"const": "add"}
     assert answer["properties"]["b"] == {"$ref": "#/anyOf/1/$defs/b"}
-    assert "call_schema" not in talk.asked.options
+    assert "call_schema" not in talk.request.options
     post(url, tools=[TOOL], response_format=shape, tool_choice="none")
-    assert (talk.asked.options["json_schema"], talk.asked.tools) == (SCHEMA, ())
+    assert (talk.request.options["json_schema"], talk.request.tools) == (SCHEMA, ())
 
 
 def test_answers_to_one_request_have_calls_of_different_ids(url, talk):

@@ -36,7 +36,7 @@ def test_a_response_goes_on_and_one_that_is_not_known_is_refused(client, talk):
         model="pocket", input="Two", previous_response_id=first.id, stream=False
     )
     client.responses.create(model="pocket", input="Three", previous_response_id=second.id)
-    assert [one["content"] for one in talk.asked.messages] == [
+    assert [one["content"] for one in talk.request.messages] == [
         "One",
         "Hello there",
         "Two",
@@ -70,24 +70,24 @@ def test_a_kept_response_is_served_and_its_items_can_be_referred_to(client, talk
         Piece("<think>Hm", completion_tokens=4), Piece("</think>", completion_tokens=5),
         Piece("Well.\n", completion_tokens=6), Piece(CALL, completion_tokens=30),
     ])  # fmt: skip
-    asked: Any = {"role": "user", "content": "1+1?"}
-    first = client.responses.create(model="pocket", input=[asked], tools=[TOOL])
+    question: Any = {"role": "user", "content": "1+1?"}
+    first = client.responses.create(model="pocket", input=[question], tools=[TOOL])
     assert first.usage.output_tokens_details.reasoning_tokens == 4  # without the mark
     assert client.responses.retrieve(first.id) == first
     call = first.output[-1]
     refs: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
     output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
     whole = [item.model_dump(exclude_none=True) for item in first.output]
-    for said in ([asked, *refs, output], [asked, *whole, output]):
+    for said in ([question, *refs, output], [question, *whole, output]):
         client.responses.create(model="pocket", input=said, tools=[TOOL])
-        assert [one["role"] for one in talk.asked.messages] == ["user", "assistant", "tool"]
-        assert talk.asked.messages[1]["content"] == "Well."
-        assert talk.asked.messages[1]["tool_calls"][0]["id"] == call.call_id
+        assert [one["role"] for one in talk.request.messages] == ["user", "assistant", "tool"]
+        assert talk.request.messages[1]["content"] == "Well."
+        assert talk.request.messages[1]["tool_calls"][0]["id"] == call.call_id
     client.responses.delete(first.id)
     for gone in (
         lambda: client.responses.retrieve(first.id),
         lambda: client.responses.delete(first.id),
-        lambda: client.responses.create(model="pocket", input=[asked, *refs]),
+        lambda: client.responses.create(model="pocket", input=[question, *refs]),
     ):
         with pytest.raises(openai.NotFoundError, match="not any more"):
             gone()
