@@ -216,20 +216,6 @@ def test_what_is_printed(run: Any, text: str, tmp_path: Path) -> None:
     assert run("headkv", "pocket", *rest, "-q")[1].count("\n") == 1
 
 
-def test_the_text_may_come_from_stdin(
-    run: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import io
-    import sys
-
-    outs = [str(tmp_path / name) for name in ("a.json", "b.json")]
-    stdin = io.TextIOWrapper(io.BytesIO(FACTS.encode()), encoding="utf-8")
-    monkeypatch.setattr(sys, "stdin", stdin)
-    for file, out in zip((text, "-"), outs, strict=True):
-        assert run("headkv", "-f", file, "-o", out, "--tokens", "40", "-q")[0] == 0
-    assert Path(outs[0]).read_bytes() == Path(outs[1]).read_bytes()
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -264,8 +250,6 @@ def test_texts_that_will_not_do(content: bytes | None, says: str, run: Any, tmp_
         (["headkv", "--tokens", "31"], "--tokens"),
         (["headkv", "-o", "no/such/folder/heads.json"], "cannot write"),
         (["headkv", "-o", "."], "cannot write"),
-        ([], "NAME"),
-        (["headkv", "--nonsense"], "--nonsense"),
     ],
 )
 def test_bad_arguments_end_with_one_line(

@@ -102,27 +102,39 @@ def test_a_server_that_is_told_to_stop_saves_its_conversations_and_ends_well(tmp
     assert len(list(keep.glob("*.kvcap"))) == 1
 
 
-def test_other_machines_are_let_in_only_with_a_key(tmp_path, capsys):
+def test_other_machines_are_let_in_only_with_a_key(tmp_path):
     file = tmp_path / "keys"
     file.write_text("one\n\ntwo\n")
     assert Address("0.0.0.0", api_key_file=file).keys() == ["one", "two"]
     assert Address("0.0.0.0", insecure=True).keys() == []
     assert Address("::1").keys() == []
-    empty = tmp_path / "empty"
-    empty.touch()
-    for options, words in (
-        (["--host", "0.0.0.0"], "--insecure"),
-        (["--api-key", "ключ"], "API key 1"),
-        (["--api-key", ""], "API key 1"),
-        (["--api-key-file", str(empty)], "there is no key"),
-        (["--api-key-file", str(tmp_path / "none")], "cannot read"),
-        (["--max-body", "many"], "many"),
-        (["--recall", "some"], "use auto, off, or"),
-        (["--recall-store", "9KiB"], "256"),
-        (["--host", "no.such.name.invalid", "--insecure"], "no address"),
-    ):
-        assert run(["serve", "--port", "0", *options]) in (2, 3)
-        assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--host 0.0.0.0", "--insecure"),
+        ("--api-key ключ", "API key 1"),
+        ("--api-key=", "API key 1"),
+        ("--api-key-file {empty}", "there is no key"),
+        ("--api-key-file {none}", "cannot read"),
+        ("--max-body many", "many"),
+        ("--recall some", "use auto, off, or"),
+        ("--recall-store 9KiB", "256"),
+        ("--host no.such.name.invalid --insecure", "no address"),
+        ("--allow-host http://box", "no name of a host"),
+        ("--allow-host box:8000", "no name of a host"),
+        ("--cors-origin chat.example.org", "no origin"),
+        ("--cors-origin https://chat.example.org/", "no origin"),
+        ("--tls-cert {none}", "go together"),
+        ("--tls-cert {none} --tls-key {none}", "cannot be used"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, words, tmp_path, capsys):
+    (tmp_path / "empty").touch()
+    files = {name: tmp_path / name for name in ("empty", "none")}
+    assert run(["serve", "--port", "0", *options.format(**files).split()]) in (2, 3)
+    assert words in capsys.readouterr().err
 
 
 def test_without_its_packages_serving_is_refused_by_name(monkeypatch, capsys):

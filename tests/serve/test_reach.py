@@ -7,7 +7,6 @@ import ssl
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -107,16 +106,3 @@ def test_a_server_with_a_certificate_speaks_https(tmp_path):
         assert httpx.get(f"{server.url}/health", verify=trusted).json() == {"status": "ok"}
     with pytest.raises(ValueError, match="cannot be used"):
         Address(tls_cert=key, tls_key=cert).tls()
-
-
-def test_what_is_no_name_origin_or_certificate_is_refused(tmp_path, kvcap):
-    none = str(Path(tmp_path) / "none.pem")
-    for options, words in (
-        (["--allow-host", "http://box"], "no name of a host"),
-        (["--allow-host", "box:8000"], "no name of a host"),
-        (["--cors-origin", "chat.example.org"], "no origin"),
-        (["--cors-origin", f"{SITE}/"], "no origin"),
-        (["--tls-cert", none], "go together"),
-        (["--tls-cert", none, "--tls-key", none], "cannot be used"),
-    ):
-        assert words in kvcap.refused("serve", "--port", "0", *options)

@@ -259,11 +259,6 @@ def test_refusals_come_before_the_model_is_loaded(
     assert said in capsys.readouterr().err
 
 
-def test_a_text_that_is_not_there(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(command(folder, "/none")) == 2
-    assert "cannot read '/none'" in capsys.readouterr().err
-
-
 def test_too_little_time_is_refused_and_says_how_much_would_do(
     folder: str, file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

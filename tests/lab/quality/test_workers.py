@@ -16,7 +16,7 @@ from make import eventually
 from tools import PATIENCE
 from worker_jobs import Chores
 
-from kvcap.lab.quality.workers import Failed, Here, WorkerEngine, spread
+from kvcap.lab.quality.workers import Here, WorkerEngine, spread
 from kvcap.lab.quality.workers.crew import Crew
 from kvcap.lab.quality.workers.processes import Processes
 from kvcap.runtime.cluster import Share
@@ -210,7 +210,3 @@ def test_several_workers_may_share_a_gpu(
     assert crew.local_workers(device) == count
     assert crew.alone(device) == alone
     assert Crew("ray", workers).alone(device)
-
-
-def test_failed_is_what_an_error_becomes_here(chores: Chores) -> None:
-    assert isinstance(done(Here(chores), ["bad"])[0]["bad"], Failed)

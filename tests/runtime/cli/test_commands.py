@@ -540,15 +540,6 @@ def test_no_prompt(prompt: list[str], model: str, kvcap: Any) -> None:
     kvcap.refused("generate", "-m", model, *prompt)
 
 
-def test_files_that_are_no_prompt(model: str, kvcap: Any, tmp_path: Path) -> None:
-    (tmp_path / "latin").write_bytes(b"caf\xe9")
-    (tmp_path / "binary").write_bytes(b"\0\1\2")
-    for name, says in [("none", "No such file"), ("", "directory"), ("latin", "UTF-8")]:
-        assert says in kvcap.refused("generate", model, "-f", str(tmp_path / name))
-    assert "NUL" in kvcap("generate", model, "-f", str(tmp_path / "binary"))[2]
-    assert kvcap("generate", model, "-f", "-", stdin=b"\xff\xfe")[0] == 2
-
-
 def test_texts_of_another_code_are_refused_wherever_they_are(
     model: str, kvcap: Any, tmp_path: Path
 ) -> None:
