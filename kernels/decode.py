@@ -27,6 +27,7 @@ from kvcap.kernels.device import (
     target,
 )
 from kvcap.kernels.launch import run
+from kvcap.policies.base import RowRanges
 
 MOST_TOKENS = 16  # most tokens of a block whose keys are wider than 256 bytes
 MOST_ROWS = 64  # query rows of a KV head that a program attends
@@ -82,22 +83,7 @@ def attend(
     Returns:
         [B, H, T, D]
     """
-    kv_heads, slots = keys.shape[1:3]
-    strides, rows = keys.stride()[:3] + values.stride()[:3], keys.shape[0] * kv_heads
-    return _attend(
-        query,
-        keys,
-        values,
-        scaling,
-        softcap,
-        sinks,
-        None,
-        None,
-        kv_heads,
-        slots,
-        rows * slots,
-        strides,
-    )
+    return _attend(query, keys, values, scaling, softcap, sinks)
 
 
 def attend_with_lse(
@@ -122,26 +108,8 @@ def attend_with_lse(
     Returns:
         Outputs [B, H, T, D] and log-sum-exp [B, H, T] in float32.
     """
-    kv_heads, slots = keys.shape[1:3]
-    strides, rows = keys.stride()[:3] + values.stride()[:3], keys.shape[0] * kv_heads
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    out = _attend(
-        query,
-        keys,
-        values,
-        scaling,
-        softcap,
-        None,
-        None,
-        None,
-        kv_heads,
-        slots,
-        rows * slots,
-        strides,
-        lse,
-        own,
-    )
-    return out, lse
+    return _attend(query, keys, values, scaling, softcap, lse=lse, own=own), lse
 
 
 def attend_ragged(
@@ -171,23 +139,8 @@ def attend_ragged(
     Returns:
         [B, H, T, D]
     """
-    slots, kv_heads = keys.shape[0], starts.numel() // query.shape[0]
-    longest = slots if max_length is None else max_length
-    strides = (0, 0, keys.stride(0), 0, 0, values.stride(0))
-    return _attend(
-        query,
-        keys,
-        values,
-        scaling,
-        softcap,
-        sinks,
-        starts,
-        lengths,
-        kv_heads,
-        longest,
-        slots,
-        strides,
-    )
+    rows = RowRanges(starts, lengths, keys.shape[0] if max_length is None else max_length)
+    return _attend(query, keys, values, scaling, softcap, sinks, rows)
 
 
 def _attend(
@@ -196,13 +149,8 @@ def _attend(
     values: Tensor,
     scaling: float,
     softcap: float | None,
-    sinks: Tensor | None,
-    starts: Tensor | None,
-    lengths: Tensor | None,
-    kv_heads: int,
-    longest: int,
-    slots: int,
-    strides: tuple[int, ...],
+    sinks: Tensor | None = None,
+    ranges: RowRanges | None = None,
     lse: Tensor | None = None,
     own: bool = True,
 ) -> Tensor:
@@ -215,18 +163,21 @@ def _attend(
         scaling: see `attend`.
         softcap: see `attend`.
         sinks: see `attend`.
-        starts: see `attend_ragged`; None: all rows have `longest` slots.
-        lengths: see `attend_ragged`.
-        kv_heads: K.
-        longest: most slots of a row.
-        slots: slots of all rows together.
-        strides: the first three strides of keys, then of values.
+        ranges: where rows lie, see `attend_ragged`; None: keys and values are [B, K, n, D].
         lse: log-sum-exp [B, H, T] float32, is written unless None.
         own: see `attend_with_lse`.
     """
     from kvcap.kernels.decode_triton import attend_part
 
     batch, heads, tokens, size = query.shape
+    starts = lengths = None
+    if ranges is None:
+        kv_heads, longest = keys.shape[1:3]
+        strides, slots = keys.stride()[:3] + values.stride()[:3], batch * kv_heads * longest
+    else:
+        (starts, lengths, longest), slots = ranges, keys.shape[0]
+        kv_heads = starts.numel() // batch
+        strides = (0, 0, keys.stride(0), 0, 0, values.stride(0))
     rows, count = batch * kv_heads, heads // kv_heads * tokens
     rows_pad = 16 if count <= 16 else MOST_ROWS  # only two sizes, as each is compiled
     size_pad = power_of_two(size, 16)
@@ -281,19 +232,7 @@ def _attend(
         )
         if whole:
             return out.transpose(1, 2)
-        merge(
-            part_out,
-            part_lse,
-            out,
-            lengths,
-            longest,
-            1,
-            chunk,
-            0,
-            overlap,
-            sinks,
-            lse,
-        )
+        merge(part_out, part_lse, out, lengths, longest, chunk, 0, overlap, sinks, lse)
     return out.transpose(1, 2)
 
 
@@ -303,7 +242,6 @@ def merge(
     out: Tensor,
     lengths: Tensor | None,
     length: int,
-    lengths_step: int,
     chunk: int,
     more: int,
     overlap: Mapping[str, bool],
@@ -318,7 +256,6 @@ def merge(
         out: [B, T, H, D], is written.
         lengths: slots of each row, integers on the device; None: every row has `length`.
         length: slots of every row if `lengths` is None.
-        lengths_step: stride from a row's length to the next; 0: all rows share one.
         chunk: slots of a part.
         more: number of parts besides those of slots.
         overlap: options from `overlapping`.
@@ -342,7 +279,6 @@ def merge(
         sinks,
         lengths,
         length,
-        lengths_step,
         chunk,
         parts,
         more,

@@ -215,7 +215,6 @@ def merge_parts(
     sinks,  # [H] sink logits, or None
     lengths,  # [B·K] slots of every row, or one integer for all, or None: `length`
     length,
-    lengths_step,  # 0: `lengths` is one integer
     chunk,
     parts,  # S
     more,  # parts besides those of the slots
@@ -234,7 +233,7 @@ def merge_parts(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # waits until all parts are written
     if lengths is not None:
-        length = tl.load(lengths + row * lengths_step).to(tl.int32)
+        length = tl.load(lengths + row).to(tl.int32)
     live = more + tl.cdiv(length, chunk)  # parts that exist
     count = GROUP * tokens
     s, step, d = tl.arange(0, PARTS_PAD), tl.arange(0, STEP), tl.arange(0, SIZE_PAD)

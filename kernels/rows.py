@@ -72,46 +72,23 @@ def covers(buffers: Sequence[Tensor]) -> bool:
     return able(buffers[0]) and alike and contiguous
 
 
-def padded_positions(positions: Tensor, rows: RowRanges, batch: int) -> Tensor:
-    """Copy positions [slots] to [B, K, longest], with numbers above all of them behind a row."""
-    from kvcap.kernels.rows_triton import copy_positions
+def padded(x: Tensor, rows: RowRanges, batch: int, *, positions: bool = False) -> Tensor:
+    """Copy numbers of slots [slots] to [B, K, longest], with 0 behind a row's slots.
 
-    count, block = len(rows.lengths), 512
-    out = positions.new_empty(batch, count // batch, rows.longest)
-    with torch.cuda.device_of(positions):
-        run(
-            copy_positions,
-            (-(-rows.longest // block), count),
-            positions,
-            out,
-            rows.starts,
-            rows.lengths,
-            rows.longest,
-            BLOCK=block,
-            num_warps=4,
-        )
-    return out
-
-
-def padded(x: Tensor, rows: RowRanges, batch: int) -> Tensor:
-    """Copy numbers of slots [slots] to [B, K, longest], with 0 behind a row's slots."""
+    Behind positions there are numbers above all of them.
+    """
     from kvcap.kernels.rows_triton import copy_rows
 
-    count, block = len(rows.lengths), 512
-    out = x.new_empty(batch, count // batch, rows.longest)
-    with torch.cuda.device_of(x):
-        run(
-            copy_rows,
-            (-(-rows.longest // block), count),
-            bits(x),
-            bits(out),
-            rows.starts,
-            rows.lengths,
-            rows.longest,
-            BLOCK=block,
-            num_warps=4,
-        )
+    out = x.new_empty(batch, len(rows.lengths) // batch, rows.longest)
+    _copy(copy_rows, x, out, rows, BLOCK=512, POSITIONS=positions)
     return out
+
+
+def _copy(kernel: Any, x: Tensor, out: Tensor, rows: RowRanges, **sizes: int) -> None:
+    """Launch a kernel that copies rows of `x` to `out`, so many slots in a program."""
+    grid = -(-rows.longest // sizes["BLOCK"]), len(rows.lengths)
+    with torch.cuda.device_of(x):
+        run(kernel, grid, bits(x), bits(out), *rows, **sizes, num_warps=4)
 
 
 def weigh(scores: Tensor, positions: Tensor, regions: Tensor) -> Tensor:
@@ -168,22 +145,9 @@ def copied(
 
     if shift is not None and table is not None:
         return rotate_rows(x, shift, table, rows, interleaved=interleaved)
-    count, block = len(rows.lengths), 32
-    out = x.new_empty(count * rows.longest, x.shape[1])
-    with torch.cuda.device_of(x):
-        run(
-            copy_wide,
-            (-(-rows.longest // block), count),
-            bits(x),
-            bits(out),
-            rows.starts,
-            rows.lengths,
-            rows.longest,
-            SIZE=x.shape[1],
-            SIZE_PAD=power_of_two(x.shape[1]),
-            BLOCK=block,
-            num_warps=4,
-        )
+    out = x.new_empty(len(rows.lengths) * rows.longest, x.shape[1])
+    size = {"SIZE": x.shape[1], "SIZE_PAD": power_of_two(x.shape[1])}
+    _copy(copy_wide, x, out, rows, BLOCK=32, **size)
     return out
 
 

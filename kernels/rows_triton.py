@@ -26,24 +26,6 @@ _POINTERS = ["positions", "starts", "lengths"]
 _AUX = [f"aux_{i}" for i in range(7)]
 
 
-@triton.jit(do_not_specialize=[*_POINTERS, "out", "longest"])
-def copy_positions(
-    positions,  # [slots]
-    out,  # [B·K, longest]
-    starts,  # [B·K], the first slot of every row
-    lengths,  # [B·K], its slots
-    longest,
-    BLOCK: tl.constexpr,
-):
-    """Copy some of a row's positions; behind its slots, write numbers above all positions."""
-    row = tl.program_id(1).to(tl.int64)
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    held = slot < tl.load(lengths + row)
-    first = tl.load(starts + row).to(tl.int64)
-    position = tl.where(held, tl.load(positions + first + slot, held, 0), NO_SLOT | slot)
-    tl.store(out + row * longest + slot, position, slot < longest)
-
-
 @triton.jit(do_not_specialize=["slots", "heads", "width", "score_b", "score_h"])
 def weigh_regions(
     scores,  # [B, K, n]
@@ -488,14 +470,16 @@ def copy_rows(
     starts,
     lengths,  # [B·K] int32
     longest,
+    POSITIONS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy the numbers of some of a row's slots; write 0 behind them."""
+    """Copy numbers of some of a row's slots; behind them write 0, or if POSITIONS large ones."""
     row = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    number = tl.load(
-        x + tl.load(starts + row).to(tl.int64) + slot, slot < tl.load(lengths + row), 0
-    )
+    held = slot < tl.load(lengths + row)
+    number = tl.load(x + tl.load(starts + row).to(tl.int64) + slot, held, 0)
+    if POSITIONS:
+        number = tl.where(held, number, NO_SLOT | slot)
     tl.store(out + row * longest + slot, number, slot < longest)
 
 

@@ -169,5 +169,5 @@ def attend(
             **overlapping(query.device),
         )
         overlap = overlapping(query.device)
-        decode.merge(part_out, part_lse, out, rows.lengths, slots, 1, chunk, 1, overlap)
+        decode.merge(part_out, part_lse, out, rows.lengths, slots, chunk, 1, overlap)
     return out.transpose(1, 2), turned.transpose(1, 2), sums

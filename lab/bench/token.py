@@ -155,7 +155,7 @@ class Layer:
         """Evict a slot of every head by KeyDiff, as the runtime does after a token."""
         pool, seen, (batch, heads) = self.segment.pool, self.slots + 1, sums.shape[:2]
         keys, values = (x.expand(batch, heads, -1, -1) for x in (pool.keys, pool.values))
-        positions = row_kernels.padded_positions(pool.positions, self.moved.rows, batch)
+        positions = row_kernels.padded(pool.positions, self.moved.rows, batch, positions=True)
         obs = Observation(keys, values, positions, seen, self.slots, rows=self.moved.rows)
         turn = pool.aux[SHIFT].expand(batch, heads, -1), self.rotation.table
         scores = kernels.score_rows(KeyDiff(), obs, kernels.StoredKeys(sums, turn))

@@ -111,9 +111,8 @@ class Layer:
         left = ints([-1] * len(expected))
         more = [] if starts is None else [ints(starts)]
         pins, moved = Pins(seen, self.spans), self.moved()
-        scores = pins.mark(
-            self.scores, rows.padded_positions(self.pool.positions, moved.rows, len(self.scores))
-        )
+        places = rows.padded(self.pool.positions, moved.rows, len(self.scores), positions=True)
+        scores = pins.mark(self.scores, places)
         evict(scores, pins, moved, left, self.newer, *more)
         for k, (tensors, count) in enumerate(expected):
             held = self.lengths[k] - count
@@ -286,7 +285,7 @@ def test_numbers_of_slots_are_copied_and_put_back():
     layer = Layer([40, 7, 30], [40, 7, 30])
     mass = layer.pool.aux["mass"]
     copy = rows.padded(mass, layer.rows, 1)
-    places = rows.padded_positions(layer.pool.positions, layer.rows, 1)
+    places = rows.padded(layer.pool.positions, layer.rows, 1, positions=True)
     for k, segment in enumerate(layer.segments):
         n = layer.lengths[k]
         assert torch.equal(copy[0, k, :n], segment.aux("mass")[0, 0])
@@ -315,7 +314,7 @@ def test_rows_score_as_each_alone(kind):
     layer = Layer([40, 7, 290], [40, 7, 290])
     queries = randn(1, 6, 3, 8)
     whole = [x[None, None].expand(1, 3, -1, -1) for x in (layer.pool.keys, layer.pool.values)]
-    places = rows.padded_positions(layer.pool.positions, layer.rows, 1)
+    places = rows.padded(layer.pool.positions, layer.rows, 1, positions=True)
     obs = Observation(*whole, places, SEEN, 9, queries=queries, rows=layer.rows)
 
     def score(obs):
@@ -374,7 +373,7 @@ def test_keydiff_rotates_keys_of_rows_as_it_reads_them():
 )
 def test_lagkv_scores_rows_as_each_alone(lengths, size, lag, dtype):
     layer = Layer(lengths, lengths, size=size, dtype=dtype)
-    places = rows.padded_positions(layer.pool.positions, layer.rows, 1)
+    places = rows.padded(layer.pool.positions, layer.rows, 1, positions=True)
     scores = lagkv.scores(layer.pool.keys, layer.pool.values, places, layer.rows, lag)
     for k, (segment, n) in enumerate(zip(layer.segments, lengths, strict=True)):
         alone = segment.keys.float(), segment.values.float(), segment.positions

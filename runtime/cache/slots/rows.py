@@ -398,7 +398,7 @@ class RowSlots(SlotEngine):
         return Observation(
             keys=step.keys[None, None].expand(batch, heads, -1, -1),
             values=step.values[None, None].expand(batch, heads, -1, -1),
-            positions=row_kernels.padded_positions(self.pool.positions, rows.after, batch),
+            positions=row_kernels.padded(self.pool.positions, rows.after, batch, positions=True),
             num_tokens=step.tokens if step.token_counter is None else step.token_counter,
             budget=self.segments[0].target_length,
             new=step.length,
