@@ -19,13 +19,12 @@ from kvcap.export.graphs import compare, manifest
 from kvcap.export.graphs.cases import Case, cases, inputs
 from kvcap.export.graphs.spec import Spec
 from kvcap.export.graphs.stages import StageGraph
+from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.errors import (
-    GraphBroken,
     ManifestError,
     ShapeError,
     ToleranceError,
-    first_line,
 )
 
 SEED = 20  # seed of the inputs to check with; those that traced the graph have another
@@ -125,15 +124,7 @@ def session(file: Path) -> Any:
     Raises:
         GraphBroken: the file cannot be loaded.
     """
-    runtime = library("onnxruntime")
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
-    try:
-        return runtime.InferenceSession(file.read_bytes(), options, ["CPUExecutionProvider"])
-    except Exception as error:  # ONNX Runtime's classes have no common base
-        reason = first_line(error)
-        raise GraphBroken(f"{file.name} is no graph that can be loaded: {reason}") from error
+    return Graph(file, threads=1).session
 
 
 def signature(run: Any, facts: dict[str, Any]) -> None:

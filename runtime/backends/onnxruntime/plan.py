@@ -7,7 +7,8 @@ estimate, as it depends on how ONNX Runtime orders and fuses the graph.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -47,26 +48,12 @@ def plan_of(
         NotExportable: a budget or a block that the graph does not have.
         PlanInfeasible: nothing fits, naming what would.
     """
-    baseline = 0
+    baseline, cap = 0, None
     if sizes.memory_cap is not None:
-        sizes = sizes._replace(memory_cap=parse_cap(sizes.memory_cap))
-        weights = manifest.model["weights_bytes"]
+        cap, weights = parse_cap(sizes.memory_cap), manifest.model["weights_bytes"]
         baseline = process_bytes() + (RUNNING - weights if loaded else LOADING)
-    beside = Beside(baseline, recall_store)
-    return _planned(manifest, sizes, beside)
-
-
-class Beside(NamedTuple):
-    """A count of a run's bytes that depend on no graph, under the plan's names."""
-
-    baseline: int
-    recall_store: int
-
-
-def _planned(manifest: Manifest, sizes: Sizes, beside: Beside) -> MemoryPlan:
-    """Return the plan of the requested sizes; the graph fixes the budget."""
+    of_block = partial(_of_block, manifest, baseline, recall_store)
     facts, requested = manifest.facts, sizes.cache
-    cap = None if sizes.memory_cap is None else parse_cap(sizes.memory_cap)
     tokens, block = facts["budget_tokens"], requested.block_size or facts["block_size"]
     again = "export it again with another --budget-tokens"
     if requested.budget_tokens not in (None, tokens):
@@ -79,7 +66,7 @@ def _planned(manifest: Manifest, sizes: Sizes, beside: Beside) -> MemoryPlan:
             f"this decoder was exported for blocks of up to {facts['block_size']:,} tokens; use "
             f"--block-size {facts['block_size']} or less"
         )
-    plan = _of_block(manifest, beside, block)
+    plan = of_block(block)
     if requested.kv_budget is not None and plan.cache_bytes > parse_bytes(requested.kv_budget):
         raise PlanInfeasible(
             f"the cache takes {plan.cache_bytes:,} bytes for its {tokens:,} slots, more than "
@@ -88,23 +75,18 @@ def _planned(manifest: Manifest, sizes: Sizes, beside: Beside) -> MemoryPlan:
         )
     while cap is not None and requested.block_size is None and plan.total_bytes > cap and block > 1:
         block = -(-block // 2)  # a smaller block takes a smaller workspace
-        plan = _of_block(manifest, beside, block)
+        plan = of_block(block)
     if cap is not None and plan.total_bytes > cap:
         raise PlanInfeasible(
             f"the process takes {plan.total_bytes:,} bytes with blocks of {block:,} tokens, more "
-            f"than the cap of {cap:,}: {beside.baseline:,} of its own, {plan.weights:,} of "
+            f"than the cap of {cap:,}: {baseline:,} of its own, {plan.weights:,} of "
             f"weights, {plan.recall_store:,} of the index of recall, {plan.cache_bytes:,} for "
             f"{tokens:,} slots; raise it to "
             f"{with_margin(plan.total_bytes) >> 20}MiB, or {again}",
             least_memory_cap=with_margin(plan.total_bytes),
         )
-    least = plan if requested.block_size else _of_block(manifest, beside, 1)
-    return _with_least(plan, least, sizes)
-
-
-def _with_least(plan: MemoryPlan, least: MemoryPlan, sizes: Sizes) -> MemoryPlan:
-    """Return the plan with the least budget and cap that would work."""
-    own = least.baseline if sizes.memory_cap is not None else process_bytes() + LOADING
+    least = plan if requested.block_size else of_block(1)
+    own = process_bytes() + LOADING if cap is None else baseline
     return replace(
         plan,
         least_kv_budget=least.cache_bytes,
@@ -112,7 +94,7 @@ def _with_least(plan: MemoryPlan, least: MemoryPlan, sizes: Sizes) -> MemoryPlan
     )
 
 
-def _of_block(manifest: Manifest, beside: Beside, block: int) -> MemoryPlan:
+def _of_block(manifest: Manifest, baseline: int, recall_store: int, block: int) -> MemoryPlan:
     parts = {"keys": 0, "values": 0, "positions": 0, "queries": 0, "state": 0, "sliding": 0}
     windows = windows_in(manifest.facts)
     also = {"arrived": "keys", "shifts": "positions"}  # kept for float16 and int8 keys that turn
@@ -149,7 +131,8 @@ def _of_block(manifest: Manifest, beside: Beside, block: int) -> MemoryPlan:
         logits=4 * manifest.model["vocabulary"],
         weights=manifest.model["weights_bytes"],
         weights_from=_source(manifest),
-        **beside._asdict(),
+        baseline=baseline,
+        recall_store=recall_store,
         word_vectors=_word_vectors(manifest),
         token_bytes=numbers["capped"] * np.dtype(cache).itemsize,
         sliding_token_bytes=numbers["sliding"] * np.dtype(cache).itemsize,

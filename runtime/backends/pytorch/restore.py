@@ -6,7 +6,7 @@ queries, which are not saved, the oldest tokens that are not pinned.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -114,11 +114,21 @@ class SavedLayers:
         self.demand(fits, "the number of preferences")
         for index, saved in enumerate(self.layers):
             self._check(index, saved)
-        for index, native in cache.sliding_layers.items():
-            self._check_sliding(index, native.sliding_window)
-        for index in cache.state_layers:
-            self._check_states(index)
+        for name, shape, dtype in self._beside() if self.seen else ():
+            self._check_floats(name, shape, dtype, name)
         return self
+
+    def _beside(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Yield name, shape and type of the tensors that layers hold beside slots."""
+        cache, layers = self.cache, self.cache.layout.shape.layers
+        dtype = _dtype(cache.capped_layers[0])
+        for index, native in cache.sliding_layers.items():
+            own, length = layers[index], min(native.sliding_window - 1, self.seen)
+            for name in ("keys", "values"):
+                yield f"sliding.{index}.{name}", (1, own.kv_heads, length, own.head_size), dtype
+        for index in cache.state_layers:
+            for state in layers[index].states:
+                yield f"state.{index}.{state.name}", (1, *state.shape), state.dtype(dtype)
 
     def demand(self, ok: bool, what: str) -> None:
         """Refuse the file unless `ok`."""
@@ -160,11 +170,12 @@ class SavedLayers:
         self.demand(all(n <= self.seen for n in rows[0]), f"layer {index}'s slots")
         self.demand(not self.seen or min(rows[0]) > 0, f"layer {index}'s slots")
         total, size, pool = sum(rows[0]), shape.head_size, layer.segments[0].pool
+        prefix, what = f"layers.{index}", f"layer {index}'s keys, values or queries"
         for name, (one, kind) in pool.format.shapes(size, dtype).items():
             if name in pool.named():  # values may be part of keys
-                self._finite(self._take(index, f"slots.{name}", (total, *one), kind), index)
+                self._check_floats(f"{prefix}.slots.{name}", (total, *one), kind, what)
         if (mean := layer.engine.key_mean) is not None:
-            self._finite(self._take(index, "mean", tuple(mean.shape), mean.dtype), index)
+            self._check_floats(f"{prefix}.mean", tuple(mean.shape), mean.dtype, what)
         positions = self._take(index, "slots.positions", (total,), torch.int32)
         inside = bool(((positions >= 0) & (positions < self.seen)).all())
         self.demand(inside, f"layer {index}'s positions")
@@ -187,7 +198,7 @@ class SavedLayers:
         if layer.engine.query_window is not None and self.seen:
             length = saved["ring"]
             queries = (1, shape.heads, length, size)
-            self._finite(self._take(index, "ring.queries", queries, dtype), index)
+            self._check_floats(f"{prefix}.ring.queries", queries, dtype, what)
             self._take(index, "ring.shift", (1, shape.kv_heads, length), torch.int32)
             _, shift = self.window(index)
             newest = torch.tensor(rows[0])[:, None] - length + torch.arange(length)
@@ -230,29 +241,16 @@ class SavedLayers:
         steps, recomputed = saved.get("counts", (0, 1))
         self.demand(recomputed <= steps, f"layer {index}'s counts")
 
-    def _check_sliding(self, index: int, window: int) -> None:
-        if self.seen:
-            own, dtype = self.cache.layout.shape.layers[index], _dtype(self.cache.capped_layers[0])
-            wanted = (1, own.kv_heads, min(window - 1, self.seen), own.head_size)
-            for name in ("keys", "values"):
-                tensor = self.file.taken(f"sliding.{index}.{name}", wanted, dtype)
-                self.demand(bool(tensor.isfinite().all()), f"sliding layer {index}")
-
     def states(self, index: int) -> dict[str, Tensor]:
         """Return the states of a recurrent layer by name."""
         names = [state.name for state in self.cache.layout.shape.layers[index].states]
         return {name: self.file.tensor(f"state.{index}.{name}") for name in names}
 
-    def _check_states(self, index: int) -> None:
-        if self.seen:
-            dtype = _dtype(self.cache.capped_layers[0])
-            for state in self.cache.layout.shape.layers[index].states:
-                wanted = (1, *state.shape)
-                tensor = self.file.taken(f"state.{index}.{state.name}", wanted, state.dtype(dtype))
-                self.demand(bool(tensor.isfinite().all()), f"recurrent layer {index}")
-
-    def _finite(self, tensor: Tensor, index: int) -> None:
-        self.demand(bool(tensor.isfinite().all()), f"layer {index}'s keys, values or queries")
+    def _check_floats(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, what: str
+    ) -> None:
+        """Refuse a tensor of another shape or type, or with numbers that are none."""
+        self.demand(bool(self.file.taken(name, shape, dtype).isfinite().all()), what)
 
     def _take(self, index: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         tensor: Tensor = self.file.taken(f"layers.{index}.{name}", shape, dtype)
