@@ -217,12 +217,10 @@ def host_command(
     from kvcap.android_bench.devices.host import run_here
     from kvcap.android_bench.documents import parent_of, write_json
     from kvcap.android_bench.results.table import markdown
+    from kvcap.android_bench.runner.measure import RunOptions
 
     parent_of(out)
-    options = _runner_options(cores, provider, profile)
-    if threads:
-        options += ["--threads", ",".join(map(str, _numbers(threads)))]
-    result = run_here(folder, options)
+    result = run_here(folder, RunOptions(cores, provider, profile, _numbers(threads)))
     write_json(result, out)
     print(jsonlib.dumps(result) if json else markdown([result]), end="\n" * json)
 
@@ -336,7 +334,7 @@ def adb_command(
     read_plan(folder)
     if not out.parent.is_dir():
         raise ResultBroken(f"no folder {str(out.parent)!r} for the result")
-    options = _runner_options(cores, provider, profile)
+    options = ["--cores", cores, "--provider", provider, *["--profile"] * profile]
     options += ["--threads", threads] if threads else []
     if browser and (provider != "cpu" or profile):
         raise ValueError(
@@ -354,10 +352,6 @@ def adb_command(
     result = judged(raw)
     write_json(result, out)
     print(markdown([result]), end="")
-
-
-def _runner_options(cores: str, provider: str, profile: bool) -> list[str]:
-    return ["--cores", cores, "--provider", provider, *["--profile"] * profile]
 
 
 @android.adds("serve")

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvcap.android_bench.documents import PLAN_FILE, read_plan, read_result
+from kvcap.android_bench.documents import read_plan, read_result
 from kvcap.android_bench.errors import RunFailed
 from kvcap.android_bench.results.judge import judged
+from kvcap.android_bench.runner.measure import RunOptions
 
 INTERRUPTED = 130
 
 
-def run_here(folder: Path, options: Sequence[str] = ()) -> dict[str, Any]:
+def run_here(folder: Path, options: RunOptions) -> dict[str, Any]:
     """Measure the plan in `folder` in a process of its own; its progress goes to stderr.
 
     Args:
         folder: the folder of the plan.
-        options: options of the runner's command line.
+        options: cores, provider and more.
 
     Returns:
         The judged result.
@@ -34,7 +36,8 @@ def run_here(folder: Path, options: Sequence[str] = ()) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="kvcap-") as name:
         out = Path(name) / "result.json"
         runner = [sys.executable, "-m", "kvcap.android_bench.runner"]
-        done = subprocess.run([*runner, folder / PLAN_FILE, "-o", out, *options], check=False)
+        text = json.dumps(asdict(options))
+        done = subprocess.run([*runner, folder, out, text], check=False)
         if done.returncode == INTERRUPTED:
             raise KeyboardInterrupt
         if not out.is_file():

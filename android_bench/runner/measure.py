@@ -6,7 +6,6 @@ import os
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # onnxruntime reads it when it is imported
 
-import argparse
 import gc
 import hashlib
 import importlib
@@ -18,7 +17,8 @@ import tempfile
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +27,7 @@ import numpy as np
 
 from kvcap.android_bench.runner import decoder
 from kvcap.android_bench.runner.device import Refused, conditions, cores_for, device, peak_memory
-from kvcap.android_bench.runner.inputs import DTYPES, Array, Cell, inputs_of
+from kvcap.android_bench.runner.inputs import DTYPES, Array, Cell, hash11, inputs_of
 from kvcap.android_bench.runner.parity import parity
 from kvcap.android_bench.runner.statistics import percentiles_line, statistics
 
@@ -193,10 +193,34 @@ def _timed(run: Callable[[], None], runs: int, seconds: float) -> list[float]:
     return samples
 
 
+@dataclass(frozen=True)
+class RunOptions:
+    """A set of options of a run on this machine."""
+
+    cores: str = "auto"  # the fastest; none: any; or such as 7 or 4-7
+    provider: str = "cpu"  # or xnnpack, nnapi, qnn or another one of this ONNX Runtime
+    profile: bool = False  # adds the time of each cell's operators
+    threads: Sequence[int] = ()  # the plan's where there are none
+
+
+def measured(folder: Path, options: RunOptions) -> Cell:
+    """Measure the plan in a folder, which was checked; return the whole result.
+
+    Raises:
+        Refused: an option cannot be had here, or inputs would be made by other rules.
+    """
+    plan: Cell = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    check = plan["generator"]["check"]
+    if hash11(1, len(check)).tolist() != check:
+        raise Refused("plan.json: inputs would not be those of the plan's generator")
+    cores_for(options.cores, 1)
+    return PlanRun(plan, folder, options).document()
+
+
 class PlanRun:
     """A run of a plan, which fills the rows of cells and baselines round by round."""
 
-    def __init__(self, plan: Cell, folder: Path, arguments: argparse.Namespace) -> None:
+    def __init__(self, plan: Cell, folder: Path, arguments: RunOptions) -> None:
         self.plan, self.folder, self.rules = plan, folder, plan["rules"]
         self.provider, self.cores = arguments.provider, arguments.cores
         provider_named(self.provider)

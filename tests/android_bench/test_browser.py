@@ -38,6 +38,7 @@ from kvcap.android_bench.plan.write import PlanRequest, write_plan
 from kvcap.android_bench.results.judge import WILD, fit, spread
 from kvcap.android_bench.results.source import origin, title
 from kvcap.android_bench.runner.inputs import hash11
+from kvcap.android_bench.runner.measure import RunOptions
 from kvcap.android_bench.runner.statistics import COLUMNS, csv_text, statistics
 from kvcap.android_bench.server import vendor
 from kvcap.android_bench.server.landing import ClientLimits
@@ -102,7 +103,7 @@ pytestmark = vendored
 @pytest.fixture(scope="module")
 def result(small, tmp_path_factory) -> dict[str, Any]:
     """Return a good result of the small plan, of this machine."""
-    return run_here(small, ["--cores", "none"])
+    return run_here(small, RunOptions(cores="none"))
 
 
 @pytest.fixture

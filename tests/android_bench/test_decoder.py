@@ -27,6 +27,7 @@ from kvcap.android_bench.plan.decoder import DecoderWork, shape_of
 from kvcap.android_bench.plan.presets import narrowed
 from kvcap.android_bench.plan.write import PlanRequest, write_plan
 from kvcap.android_bench.results import chart, judge, regress, table
+from kvcap.android_bench.runner.measure import RunOptions
 from kvcap.cli import run
 from kvcap.export.graphs.shape import Shape
 
@@ -53,7 +54,7 @@ def planned(decoder: Path, factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def result(plan) -> dict[str, Any]:
-    return run_here(plan, ["--cores", "none"])
+    return run_here(plan, RunOptions(cores="none"))
 
 
 def c_command(here: Path, plan: Path, out: Path) -> list[str]:
@@ -146,7 +147,7 @@ def test_runners_time_a_decoder_whose_layers_slide(mode, tmp_path_factory, tmp_p
     assert done.returncode == 0, done.stderr
     by_runner = {
         "c": read_result(tmp_path / "c.json"),
-        "python": run_here(plan, ["--cores", "none"]),
+        "python": run_here(plan, RunOptions(cores="none")),
     }
     for result in by_runner.values():
         row = only(result)
@@ -190,7 +191,7 @@ def test_wrong_logits_are_called_wrong(plan, tmp_path):
         logits[7] += 1
         logits.tofile(file)
 
-    document = run_here(edited(plan, tmp_path / "plan", spoil), ["--cores", "none"])
+    document = run_here(edited(plan, tmp_path / "plan", spoil), RunOptions(cores="none"))
     assert not only(document)["parity"]["passed"]
     assert only(document)["parity"]["error"] == pytest.approx(1, abs=0.1)
     assert "parity" in {flag["kind"] for flag in document["validity"]["flags"]}

@@ -119,9 +119,12 @@ def edited(folder: Path, target: Path, change: Any) -> Path:
 RUNNER = (sys.executable, "-m", "kvcap.android_bench.runner")
 
 
-def runner(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def runner(
+    folder: Path, out: Path, env: dict[str, str] | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
     """Run the runner in a process of its own, with more variables in its environment."""
-    return ran([*RUNNER, *arguments], cwd=cwd, env={**os.environ, **env})
+    command = [*RUNNER, str(folder), str(out), json.dumps(options)]
+    return ran(command, cwd=out.parent, env={**os.environ, **(env or {})})
 
 
 # Plans
@@ -310,7 +313,7 @@ def test_every_cell_ran_by_the_rules_and_equals_eager(folder, result):
 
 def test_the_runner_gives_samples_of_this_machine(folder, tmp_path):
     out = tmp_path / "r.json"
-    done = runner(str(folder / "plan.json"), "-o", str(out), cwd=tmp_path)
+    done = runner(folder, out)
     assert done.returncode == 0, done.stderr
     document = read_result(out)
     assert judge.judged(document)["device"]["source"] == "host"
@@ -323,27 +326,22 @@ def test_the_runner_leaves_no_telemetry(folder, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     env = {"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
-    arguments = (str(folder / "plan.json"), "-o", str(tmp_path / "r.json"))
-    done = runner(*arguments, cwd=tmp_path, **env)
+    done = runner(folder, tmp_path / "r.json", env)
     assert done.returncode == 0, done.stderr
     assert not list(home.rglob("*"))
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "said"),
+    ("options", "said"),
     [
-        (["nowhere/plan.json"], 2, "is no plan"),
-        (["PLAN", "--cores", "big"], 2, "--cores 'big' is not auto, none, 7 or 4-7"),
-        (["PLAN", "--cores", "9999"], 2, "core 9999 is not to be had"),
-        (["PLAN", "--threads", "0"], 2, "invalid _counts value"),
-        (["PLAN", "-o", "nowhere/r.json"], 2, "no folder"),
-        (["PLAN", "--provider", "nnapi"], 2, "has no provider nnapi; it has azure, cpu"),
+        ({"cores": "big"}, "--cores 'big' is not auto, none, 7 or 4-7"),
+        ({"cores": "9999"}, "core 9999 is not to be had"),
+        ({"provider": "nnapi"}, "has no provider nnapi; it has azure, cpu"),
     ],
 )
-def test_the_runner_refuses_by_name(folder, tmp_path, options, code, said):
-    given = [str(folder / "plan.json") if word == "PLAN" else word for word in options]
-    done = runner("-o", "r.json", *given, cwd=tmp_path)
-    assert done.returncode == code
+def test_the_runner_refuses_by_name(folder, tmp_path, options, said):
+    done = runner(folder, tmp_path / "r.json", **options)
+    assert done.returncode == 1
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert not [*tmp_path.iterdir()]
@@ -358,7 +356,7 @@ def test_a_graph_that_cannot_run_fails_alone(folder, tmp_path):
 
     path = edited(folder, tmp_path / "plan", keep_two)
     out = tmp_path / "r.json"
-    done = runner(str(path / "plan.json"), "-o", str(out), cwd=tmp_path)
+    done = runner(path, out)
     assert done.returncode == 0, done.stderr
     document = judge.judged(read_result(out))
     states = {row["id"]: row["status"] for row in document["cells"]}
@@ -369,13 +367,13 @@ def test_a_graph_that_cannot_run_fails_alone(folder, tmp_path):
     assert not document["validity"]["ok"]
 
 
-def test_a_run_without_any_cell_exits_1(folder, tmp_path):
+def test_a_run_without_any_cell_is_doubted(folder, tmp_path):
     def spoil(plan):
         plan["cells"] = [{**plan["cells"][0], "model": plan["files"][0]["file"]}]
 
     path = edited(folder, tmp_path / "plan", spoil)
     out = tmp_path / "r.json"
-    assert runner(str(path / "plan.json"), "-o", str(out), cwd=tmp_path).returncode == 1
+    assert runner(path, out).returncode == 0
     document = judge.judged(read_result(out))
     assert document["repeat"] is None
     assert {"failed", "drift"} <= {flag["kind"] for flag in document["validity"]["flags"]}
@@ -384,8 +382,7 @@ def test_a_run_without_any_cell_exits_1(folder, tmp_path):
 def test_threads_without_cores_are_skipped(folder, tmp_path):
     out = tmp_path / "r.json"
     some = str(min(os.sched_getaffinity(0)))
-    arguments = ("--threads", "1,2", "--cores", some)
-    done = runner(str(folder / "plan.json"), "-o", str(out), *arguments, cwd=tmp_path)
+    done = runner(folder, out, threads=[1, 2], cores=some)
     assert done.returncode == 0, done.stderr
     states = {(row["threads"], row["status"]) for row in read_result(out)["cells"]}
     assert states == {(1, "ok"), (2, "skipped")}
@@ -400,7 +397,7 @@ def test_a_profile_names_the_graphs_operators(folder, tmp_path):
 
     path = edited(folder, tmp_path / "plan", keep_one)
     out = tmp_path / "r.json"
-    done = runner(str(path / "plan.json"), "-o", str(out), "--profile", cwd=tmp_path)
+    done = runner(path, out, profile=True)
     assert done.returncode == 0, done.stderr
     document = judge.judged(read_result(out))
     (row,) = document["cells"]
@@ -452,8 +449,8 @@ def test_a_changed_graph_ends_the_run(folder, tmp_path):
     path = edited(folder, tmp_path / "plan", lambda plan: None)
     graph = next(path.glob("models/keydiff.score.stateless.fp32*"))
     graph.write_bytes(graph.read_bytes() + b"\x7a\x00")  # a metadata field: it still loads
-    done = runner(str(path / "plan.json"), "-o", "r.json", cwd=tmp_path)
-    assert done.returncode == 2
+    done = runner(path, tmp_path / "r.json")
+    assert done.returncode == 1
     assert "is not the file that the plan names" in done.stderr
     assert not (tmp_path / "r.json").exists()
 
@@ -462,7 +459,7 @@ def test_an_interrupted_run_leaves_nothing(folder, tmp_path):
     path = edited(folder, tmp_path / "plan", lambda plan: plan["rules"].update(min_seconds=2))
     out = tmp_path / "r.json"
     process = subprocess.Popen(
-        [*RUNNER, str(path / "plan.json"), "-o", str(out)], stderr=subprocess.PIPE, text=True
+        [*RUNNER, str(path), str(out), "{}"], stderr=subprocess.PIPE, text=True
     )
     try:
         assert process.stderr is not None
