@@ -119,11 +119,20 @@ class Regions:
         known, self._spans = self._spans, {}
         self.add({kind: clipped(spans, seen) for kind, spans in known.items()})
 
-    def _weigh(self) -> None:
+    def reading(self, seen: int) -> None:
+        """Weigh the newest regions of those that begin among the first `seen` tokens.
+
+        Of a long prompt more may be known than are weighed, and those behind are not held yet.
+        """
+        if any(len(spans) > MOST for spans in self._spans.values()):
+            self._weigh(seen)
+
+    def _weigh(self, seen: int = FAR) -> None:
         regions = list[Region]()
         for kind, (tier, share, newest) in WEIGHTS.items():
             most = max(1, int(self._budget * share))
-            for start, stop in self._spans.get(kind, [])[-MOST:] if tier else ():
+            known = [span for span in self._spans.get(kind, ()) if span[0] < seen]
+            for start, stop in known[-MOST:] if tier else ():
                 if tier > 0 and newest:
                     start = max(start, stop - most)
                 elif tier > 0:

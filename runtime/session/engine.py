@@ -284,6 +284,7 @@ class Loop(ABC):
         while done < length:
             block = ids[:, done : done + self.next_length(batch, length - done)]
             done += block.shape[1]
+            self.cache.regions.reading(self.cache.seen + block.shape[1])
             logits = self.read(block, need_logits=done == length)
             yield done, logits if done == length else None
 

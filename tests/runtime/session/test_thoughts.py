@@ -118,7 +118,7 @@ def test_closed_thoughts_leave_as_the_template_leaves_them_out(tmp_path, setting
 def test_a_reply_said_three_times_leaves_first(tmp_path):
     """Its marks leave with it, and every other message stays while a slot is free."""
     runtime = Runtime.from_pretrained(
-        tiny_chat.save(tmp_path), "streaming_llm", budget_tokens=BUDGET, block_size=16, device="cpu"
+        tiny_chat.save(tmp_path), "keydiff", budget_tokens=BUDGET, block_size=16, device="cpu"
     )
     session = runtime.session()
     session.set_generation(max_new_tokens=1)
@@ -132,6 +132,14 @@ def test_a_reply_said_three_times_leaves_first(tmp_path):
     texts = [decode(ids[a:b]) for a, b in spans]
     assert len(texts) == 3
     assert all("I see." in text and "Tell" not in text for text in texts)
+    # Of more than are weighed at once the older ones leave, too, as the prompt is read on.
+    session.clear()
+    short = [{**turn[0], "content": "Tell. " * 9}, turn[1]]
+    list(session.send([*short * 40, turn[0]]))
+    replies = session.cache.regions.facts["repeated replies"]
+    assert len(replies) == 40
+    inside = {i for span in replies for i in range(*span)}
+    assert not any(inside & set(row.tolist()) for row in session.cache.kept_tokens()[0].heads)
     session.clear()
     list(session.send([*turn * 2, {"role": "user", "content": "Who?"}]))
     assert "repeated replies" not in session.cache.regions.facts
