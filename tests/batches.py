@@ -27,7 +27,7 @@ def as_alone(
     alone: Sequence[Session],
     sessions: Sequence[Session],
     said: Sequence[str] = ("Go on.",) * 3,
-    apart: float = 0,
+    share: float = 0,
     then: str = "And once more?",
 ) -> None:
     """Answer both groups, and hold what a batch says and keeps to what each says alone.
@@ -36,7 +36,7 @@ def as_alone(
     """
     expected = ["".join(s.send(text)) for s, text in zip(alone, said, strict=False)]
     assert together(batch, sessions, said) == expected
-    assert differing(sessions, alone) <= apart
+    assert differing(sessions, alone) <= share
     for one, other in zip(sessions, alone, strict=True):
         assert one.messages == other.messages
         assert one.stats.seen_tokens == other.stats.seen_tokens

@@ -117,8 +117,8 @@ def shortened() -> dict[str, Any]:
         if dtype.name not in types:
             return None
         if type(other) is not tensor:
-            found = None if dtype.name == "int1" else number(other, dtype)
-            return None if found is None else (one.handle, found, dtype)
+            result = None if dtype.name == "int1" else number(other, dtype)
+            return None if result is None else (one.handle, result, dtype)
         if other.dtype.name == dtype.name:
             return one.handle, other.handle, dtype
         if dtype.name not in INTEGERS or other.dtype.name not in INTEGERS:
@@ -126,10 +126,10 @@ def shortened() -> dict[str, Any]:
         wide = (handle(x.handle.data.astype(np.int64), core.int64) for x in (one, other))
         return *wide, core.int64
 
-    def kind_of(one: Any, other: Any, dtype: Any, found: Any) -> Any:
+    def kind_of(one: Any, other: Any, dtype: Any, result: Any) -> Any:
         """Return the type of a result."""
         if type(other) is tensor and other.type.is_block() and other.type is not one.type:
-            return core.block_type(dtype, [*found.data.shape])
+            return core.block_type(dtype, [*result.data.shape])
         return one.type if dtype is one.dtype else one.type.with_element_ty(dtype)
 
     def of(name: str, slow: Any) -> Any:
@@ -143,8 +143,8 @@ def shortened() -> dict[str, Any]:
             if given is None:
                 return slow(self, other)
             one, another, dtype = given
-            found = builder.binary_op(*((another, one) if turned else (one, another)), operation)
-            return tensor(found, kind_of(self, other, core.int1 if compares else dtype, found))
+            result = builder.binary_op(*((another, one) if turned else (one, another)), operation)
+            return tensor(result, kind_of(self, other, core.int1 if compares else dtype, result))
 
         def further(self: Any, other: Any) -> Any:
             """Return the sum, or an address moved on by so many elements."""
@@ -156,8 +156,8 @@ def shortened() -> dict[str, Any]:
                 far = number(other, core.int32)
             if far is None:
                 return slow(self, other)
-            found = builder.create_addptr(self.handle, far)
-            return tensor(found, kind_of(self, other, self.dtype, found))
+            result = builder.create_addptr(self.handle, far)
+            return tensor(result, kind_of(self, other, self.dtype, result))
 
         return further if what == "add" else quick
 
@@ -195,12 +195,12 @@ def _quicken() -> None:
     if not options.debug:
         object.__setattr__(options, "sanitize_overflow", False)
 
-    find, found = interpreter._get_np_dtype, dict[str, Any]()
+    find, kinds = interpreter._get_np_dtype, dict[str, Any]()
 
     def numpy_type(kind: Any) -> Any:
-        if kind.name not in found:
-            found[kind.name] = find(kind)
-        return found[kind.name]
+        if kind.name not in kinds:
+            kinds[kind.name] = find(kind)
+        return kinds[kind.name]
 
     interpreter._get_np_dtype = numpy_type
     new_type, types = core.block_type.__init__, dict[Any, dict[str, Any]]()

@@ -44,7 +44,10 @@ LEFT = {  # by folder: fields of files and options that others read, and names t
     "runtime/session": {"apart", "place", "told"},
     "serve": {"asked", "place", "places"},
     "export": {"place"},
+    "tests/runtime/backends/pytorch": {"apart", "found"},
+    "tests/runtime/cli": VAGUE.keys(),
 }
+TESTS = ("kernels", "policies", "runtime")  # rooms of tests whose names are looked at
 NOUN = re.compile(r"(A|An|The|One|Some|All|Every|Each|Any|No)\b|\w*[^s\W]s\b|[^A-Z]")  # no verb
 
 
@@ -88,10 +91,11 @@ def given_names(path: Path) -> set[str]:
 
 
 def programs() -> list[Path]:
-    """Return the files of Python that kvcap has beside its tests."""
+    """Return the files of Python that kvcap has, and those of some rooms of its tests."""
     scripts = [path for path in (ROOT / "scripts").iterdir() if path.is_file()]
     files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     files += sorted((ROOT / "src" / "kvcap").glob("*.py"))
+    files += [path for room in TESTS for path in sorted((ROOT / "tests" / room).rglob("*.py"))]
     return files + [x for x in scripts if b"python" in x.read_bytes().partition(b"\n")[0]]
 
 

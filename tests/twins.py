@@ -55,8 +55,8 @@ def twin_equals_eager(
         given: tensors, and whatever else both take.
         units: see `assert_as_near`.
     """
-    found = kernel(*given)
+    out = kernel(*given)
     wide = (x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in given)
-    assert_as_near(found, eager(*wide), eager(*given), 1e-6, units)
-    assert torch.equal(found, kernel(*given))
-    return found
+    assert_as_near(out, eager(*wide), eager(*given), 1e-6, units)
+    assert torch.equal(out, kernel(*given))
+    return out

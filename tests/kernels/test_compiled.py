@@ -35,18 +35,18 @@ def compiled(*arguments):
 
 @pytest.mark.parametrize("names", [FEW, pytest.param(REST, marks=pytest.mark.slow(ci=0))], ids=len)
 def test_the_compiler_accepts_what_policies_launch(names):
-    found = compiled(*names)
-    assert found["refused"] == {}
-    assert {"attend_part", "evict_one"} <= set(found["kernels"])
+    facts = compiled(*names)
+    assert facts["refused"] == {}
+    assert {"attend_part", "evict_one"} <= set(facts["kernels"])
     if names == FEW:
-        assert {"write_slots", "read_slots"} <= set(found["kernels"])
+        assert {"write_slots", "read_slots"} <= set(facts["kernels"])
 
 
 @pytest.mark.slow(ci=0)
 def test_scores_by_a_window_keep_to_the_shared_memory_there_is():
     """Of wide heads, by few queries and by many, on an H100 and an RTX 3090."""
-    found = compiled("window")
-    assert len(found) == 12
-    for room, *taken in found.values():
+    facts = compiled("window")
+    assert len(facts) == 12
+    for room, *taken in facts.values():
         assert len(taken) == 3
-        assert max(taken) <= room, found
+        assert max(taken) <= room, facts

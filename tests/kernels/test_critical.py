@@ -18,8 +18,8 @@ from kvcap.policies.rescorers.criticalkv import CriticalKV
 def observed(batch, heads, slots, seed=0, budget=20, spans=()):
     """An observation of slots of which some are worth the same."""
     g = torch.Generator().manual_seed(seed)
-    places = [torch.randperm(2 * slots, generator=g)[:slots] for _ in range(batch * heads)]
-    positions = torch.stack(places).view(batch, heads, slots).int().to(DEVICE)
+    ages = [torch.randperm(2 * slots, generator=g)[:slots] for _ in range(batch * heads)]
+    positions = torch.stack(ages).view(batch, heads, slots).int().to(DEVICE)
     keys = randn(batch, heads, slots, 4, seed=seed)
     norm = randn(batch, heads, slots, seed=seed + 1).abs()
     obs = Observation(
@@ -54,7 +54,7 @@ def test_rescored_as_by_its_own_code(batch, heads, slots, budget, pins, spans, a
     starts = ints([slots * (count - 1 - i) for i in range(count)])
     norm = obs.state["output_norm"].flatten(0, 1).flip(0).flatten()
     rows = RowRanges(starts, ints([slots] * count), slots)
-    found = kernels.rescore(
+    rescored = kernels.rescore(
         rescorer,
         scores,
         Pins(obs.num_tokens, spans),
@@ -62,4 +62,4 @@ def test_rescored_as_by_its_own_code(batch, heads, slots, budget, pins, spans, a
         ints([budget] * count),
         ints([pins] * count),
     )
-    torch.testing.assert_close(found[~pinned], expected[~pinned], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(rescored[~pinned], expected[~pinned], rtol=1e-6, atol=1e-7)

@@ -62,13 +62,13 @@ def test_heads_get_what_their_own_code_gives(sizes, more, safeguard, spans, at_o
     given = scores, positions, pins, rows, row_pins, targets, average, block
     expected = division.by_split(budget, *given)
     with kernels.use("triton"):
-        found = kernels.divide(budget, *given)
-    for name, one, other in zip(found._fields, found, expected, strict=True):
+        shares = kernels.divide(budget, *given)
+    for name, one, other in zip(shares._fields, shares, expected, strict=True):
         assert one.tolist() == other.tolist(), name
-    kept = found.kept.view(sizes[0], -1)
+    kept = shares.kept.view(sizes[0], -1)
     if more.get("due", True):
         assert (kept <= rows.lengths.view(sizes[0], -1)).all()
-        assert (found.budgets.view(sizes[0], -1).sum(-1) == sizes[1] * average).all()
+        assert (shares.budgets.view(sizes[0], -1).sum(-1) == sizes[1] * average).all()
 
 
 def test_a_token_that_is_worth_as_much_in_all_heads_stays_in_the_first():
@@ -87,9 +87,9 @@ def test_a_token_that_is_worth_as_much_in_all_heads_stays_in_the_first():
         3,
     )
     with kernels.use("triton"):
-        found = kernels.divide(AdaKV(safeguard=0.0), *given)
-    assert found.kept.tolist() == division.by_split(AdaKV(safeguard=0.0), *given).kept.tolist()
-    assert found.kept.sum() == 18
+        shares = kernels.divide(AdaKV(safeguard=0.0), *given)
+    assert shares.kept.tolist() == division.by_split(AdaKV(safeguard=0.0), *given).kept.tolist()
+    assert shares.kept.sum() == 18
 
 
 @pytest.mark.parametrize("choice", ["eager", "triton"])
@@ -100,5 +100,5 @@ def test_a_budget_of_ones_own_divides_by_its_own_code(choice):
 
     given = list(layer(1, 3, 30, 30))
     with kernels.use(choice):
-        found = kernels.divide(Mine(), *given[:2], Pins(SEEN, ()), *given[2:])
-    assert found.kept.tolist() == (given[2].lengths - 1).tolist()
+        shares = kernels.divide(Mine(), *given[:2], Pins(SEEN, ()), *given[2:])
+    assert shares.kept.tolist() == (given[2].lengths - 1).tolist()

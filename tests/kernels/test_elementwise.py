@@ -63,8 +63,8 @@ def test_rotations(i, angles, size, dtype):
     query, key = (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in (query, key))
     cos, sin = randn(2, angles, 5, size, dtype=dtype)
     kernel, eager = (lambda *x, f=f: f(*x)[i] for f in (elementwise.rotate, decoder.rotate))
-    found = twin_equals_eager(kernel, eager, query, key, cos, sin, units=2)
-    assert found.transpose(1, 2).is_contiguous()
+    rotated = twin_equals_eager(kernel, eager, query, key, cos, sin, units=2)
+    assert rotated.transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -79,8 +79,8 @@ def observe(s: Shape, seed: int | None = None) -> Observation:
 
     # The newest tokens are held, so that some queries do not see some slots.
     newest = min(s.w, s.n - 1)
-    places = torch.full((s.B, s.K, s.n + 5), -7, dtype=torch.int32)
-    for row in places.view(-1, s.n + 5):
+    positions = torch.full((s.B, s.K, s.n + 5), -7, dtype=torch.int32)
+    for row in positions.view(-1, s.n + 5):
         old = torch.randperm(seen - s.w)[: s.n - newest]
         held = torch.cat([old, torch.arange(seen - newest, seen)])
         row[: s.n] = held[torch.randperm(s.n)]
@@ -88,7 +88,7 @@ def observe(s: Shape, seed: int | None = None) -> Observation:
     return Observation(
         keys=pool(),
         values=pool(),
-        positions=places.to(DEVICE)[:, :, : s.n],
+        positions=positions.to(DEVICE)[:, :, : s.n],
         num_tokens=seen,
         budget=max(1, s.n // 2),
         queries=queries,
@@ -160,7 +160,7 @@ def eager(policy: Policy, obs: Observation) -> Tensor:
 
 
 def excess(
-    policy: Policy, obs: Observation, found: Tensor, epsilon: float | None = None
+    policy: Policy, obs: Observation, scores: Tensor, epsilon: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """The error in units of what is allowed, and that. [B, K, n] each.
 
@@ -176,19 +176,19 @@ def excess(
             epsilon *= 4
     allowed = 2 * (eager(policy, obs).double() - true).abs().max()
     allowed = allowed + epsilon * exact(policy, obs, magnitude=True).abs()
-    return (found.double() - true).abs() / allowed, allowed
+    return (scores.double() - true).abs() / allowed, allowed
 
 
 def check(policy: Policy, obs: Observation, epsilon: float | None = None) -> None:
     """Values, type and the kept set up to ties."""
-    found = twin(policy, obs)
-    assert found.dtype == torch.float32
-    assert found.shape == obs.positions.shape
-    share, allowed = excess(policy, obs, found, epsilon)
+    scores = twin(policy, obs)
+    assert scores.dtype == torch.float32
+    assert scores.shape == obs.positions.shape
+    share, allowed = excess(policy, obs, scores, epsilon)
     assert share.max() <= 1
     true = exact(policy, obs)
     kept = torch.zeros_like(true, dtype=torch.bool)
-    kept.scatter_(-1, found.topk(obs.budget).indices, True)
+    kept.scatter_(-1, scores.topk(obs.budget).indices, True)
     least = (true + allowed).masked_fill(~kept, torch.inf).amin(-1)
     most = (true - allowed).masked_fill(kept, -torch.inf).amax(-1)
     assert (least >= most).all()
@@ -307,8 +307,8 @@ def test_a_token_that_queries_see_all_but_alone(dtype):
     obs, policy = replace(obs, queries=6 * obs.queries), DropKV(kernel=1)
     assert obs.attention.max() > 0.9999
     expected = exact(policy, obs)
-    for found in (policy.score(obs), twin(policy, obs)):
-        torch.testing.assert_close(found.double(), expected, rtol=4e-2, atol=1e-6)
+    for scores in (policy.score(obs), twin(policy, obs)):
+        torch.testing.assert_close(scores.double(), expected, rtol=4e-2, atol=1e-6)
 
 
 @pytest.mark.slow(keep=2)
@@ -336,12 +336,12 @@ def test_what_attention_gave_is_scored_as_it_gave_it(mode, group, shape):
     obs = replace(sunk(observe(shape)), saliency=OBCache(mode))
     policy, heads = H2O(group=group), (shape.B, shape.K * shape.G, shape.w, shape.D)
     output = obs.output.reshape(heads).transpose(1, 2).to(shape.dtype).contiguous()
-    told = replace(obs, attended=output.transpose(1, 2))
-    assert torch.equal(told.output, output.transpose(1, 2).float().view_as(obs.output))
-    check(policy, told)
-    check(TOVA(group=group), told)
-    wrong = replace(obs, attended=told.attended + 1)
-    assert excess(policy, told, twin(policy, wrong))[0].max() > 10
+    attended = replace(obs, attended=output.transpose(1, 2))
+    assert torch.equal(attended.output, output.transpose(1, 2).float().view_as(obs.output))
+    check(policy, attended)
+    check(TOVA(group=group), attended)
+    wrong = replace(obs, attended=attended.attended + 1)
+    assert excess(policy, attended, twin(policy, wrong))[0].max() > 10
 
 
 def on_the_device(obs: Observation) -> Observation:
@@ -361,24 +361,24 @@ def test_a_clock_on_the_device_tells_the_time_as_an_int_does(policy, mode, dtype
     obs = observe(Shape(50, w=20, G=8, D=16, K=1))  # several blocks of queries
     saliency = None if mode is None else OBCache(mode)
     obs = replace(obs, positions=obs.positions.to(dtype), saliency=saliency)
-    told = on_the_device(obs)
+    clocked = on_the_device(obs)
     keys, readers, launched = [], set(), launch.launch
 
     def watched(kernel, grid, key, args, **options):
         keys.append((kernel, key))
-        readers.update({kernel} if any(x is told.num_tokens for x in args) else ())
+        readers.update({kernel} if any(x is clocked.num_tokens for x in args) else ())
         launched(kernel, grid, key, args, **options)
 
     monkeypatch.setattr(launch, "launch", watched)
     by_int = twin(policy, obs)
     assert not readers
-    assert torch.equal(twin(policy, told), by_int)
+    assert torch.equal(twin(policy, clocked), by_int)
     # What a graph replays must read it, not what it once said; pooling leaves the newest out.
     assert len(readers) == (3 if isinstance(policy, DropKV) else 2)
     assert keys[: len(keys) // 2] == keys[len(keys) // 2 :]  # the same machine code
-    check(policy, told)
-    late = replace(obs, num_tokens=torch.tensor(obs.num_tokens - 15, device=DEVICE))
-    assert not torch.equal(twin(policy, late), by_int)
+    check(policy, clocked)
+    earlier = replace(obs, num_tokens=torch.tensor(obs.num_tokens - 15, device=DEVICE))
+    assert not torch.equal(twin(policy, earlier), by_int)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has no CUDA graphs")
@@ -387,16 +387,16 @@ def test_the_clock_can_change_between_replays_of_a_graph(policy, monkeypatch):
     monkeypatch.undo()  # a graph's memory is its own
     obs = observe(Shape(90, w=8))
     clock = torch.tensor(obs.num_tokens, device=DEVICE)
-    told = replace(obs, num_tokens=clock)
+    clocked = replace(obs, num_tokens=clock)
     twin(policy, obs)  # compiles, by an int
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = twin(policy, told)
+        scores = twin(policy, clocked)
     for now in (obs.num_tokens, obs.num_tokens - 3, obs.num_tokens + 1000):
         clock.fill_(now)
         graph.replay()
-        assert torch.equal(found, twin(policy, replace(obs, num_tokens=now)))
+        assert torch.equal(scores, twin(policy, replace(obs, num_tokens=now)))
 
 
 @pytest.mark.slow

@@ -47,12 +47,12 @@ def test_what_lies_before_and_behind_comes_along(rows, columns, dtype, gated, bi
     x, weight, bias, gain, plus = (randn(*shape, dtype=dtype) for shape in shapes)
     inputs = x, weight, bias if biased else None, gain, plus[..., : rows // 2] if gated else plus
     # A GPU's reciprocal roots and exponentials are right to two units.
-    found = twin_equals_eager(kernel, formula, *inputs, units=4)
+    out = twin_equals_eager(kernel, formula, *inputs, units=4)
     *some, gain, plus = inputs
     left_out = [(None, plus, gated), (gain, None, gated), *[(gain, plus, False)] * gated]
     for other in left_out if columns > 1 else ():  # each matters
         without = kernel(*some, *other)
-        assert without.shape != found.shape or not torch.allclose(without, found)
+        assert without.shape != out.shape or not torch.allclose(without, out)
 
 
 def test_what_is_not_covered():

@@ -39,16 +39,16 @@ def check(
     clock = torch.tensor(seen, device=DEVICE)
     assert pool.covers(scores, positions, kernel)
     before = scores.clone(), positions.clone()
-    found = pool.pool_in_time(scores, positions, kernel, mode, seen, window)
+    pooled = pool.pool_in_time(scores, positions, kernel, mode, seen, window)
     again = pool.pool_in_time(scores, positions, kernel, mode, clock, window)
     expected = pool_in_time(scores, positions, kernel, mode, seen, window)
-    assert found.shape == expected.shape
-    assert found.dtype == torch.float32
+    assert pooled.shape == expected.shape
+    assert pooled.dtype == torch.float32
     rtol, atol = (0, 0) if mode == "max" else (1e-6, 1e-7)  # of sums whose terms are about 1
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, equal_nan=True)
-    assert torch.equal(found.view(torch.int32), again.view(torch.int32))
+    torch.testing.assert_close(pooled, expected, rtol=rtol, atol=atol, equal_nan=True)
+    assert torch.equal(pooled.view(torch.int32), again.view(torch.int32))
     torch.testing.assert_close((scores, positions), before, rtol=0, atol=0, equal_nan=True)
-    return found
+    return pooled
 
 
 @pytest.mark.slow(keep=6)
@@ -77,8 +77,8 @@ def test_tiles_of_any_size(log_tile, slots, monkeypatch):
     """And more of them than are searched at once."""
     monkeypatch.setattr(pool, "LOG_TILE", log_tile)
     scores, positions = observe(1, 1, slots, dtype=torch.int64)
-    found = pool.pool_in_time(scores, positions, 5, "max", slots, 40)
-    assert torch.equal(found, pool_in_time(scores, positions, 5, "max", slots, 40))
+    pooled = pool.pool_in_time(scores, positions, 5, "max", slots, 40)
+    assert torch.equal(pooled, pool_in_time(scores, positions, 5, "max", slots, 40))
 
 
 @pytest.mark.slow
@@ -126,10 +126,10 @@ def test_lengths_that_change_run_through_remembered_kernels():
 @pytest.mark.parametrize("mode", ["max", "avg"])
 def test_any_number_of_the_newest_is_left_out(window, mode):
     scores, positions = observe(1, 2, 3, 40)
-    found = check(scores, positions, 7, mode, window)
-    apart = (positions >= 40 - window)[:, :, None].expand_as(scores)
-    assert torch.equal(found[apart], scores[apart])
-    assert bool(apart.any()) == (not torch.equal(found, check(scores, positions, 7, mode, 0)))
+    pooled = check(scores, positions, 7, mode, window)
+    newest = (positions >= 40 - window)[:, :, None].expand_as(scores)
+    assert torch.equal(pooled[newest], scores[newest])
+    assert bool(newest.any()) == (not torch.equal(pooled, check(scores, positions, 7, mode, 0)))
 
 
 def _seen(slots: int) -> Observation:
@@ -189,7 +189,7 @@ def test_replayed_in_a_graph(slots, compiled, mode, monkeypatch):
     pool.pool_in_time(scores[..., :compiled], positions[..., :compiled], 11, mode, slots, 32)
     graph, clock = torch.cuda.CUDAGraph(), torch.tensor(slots, device=DEVICE)
     with torch.cuda.graph(graph):
-        found = pool.pool_in_time(scores, positions, 11, mode, clock, 32)
+        pooled = pool.pool_in_time(scores, positions, 11, mode, clock, 32)
     for seed, now in ((1, slots), (2, slots - 100)):
         fresh = observe(1, 8, slots, seed=seed)
         scores.copy_(fresh[0])
@@ -197,7 +197,7 @@ def test_replayed_in_a_graph(slots, compiled, mode, monkeypatch):
         clock.fill_(now)
         graph.replay()
         expected = pool_in_time(scores, positions, 11, mode, now, 32)
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(pooled, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_what_is_covered(monkeypatch):

@@ -66,8 +66,8 @@ def written(layer, keys, values, read_at, real):
     for b, k, start, held in layer.each():
         new = keys[b, k].cpu()
         if layer.rotation is not None:
-            places = int(read_at[b]) + torch.arange(len(new))
-            turn = layer.rotation.table.cpu()[places] * torch.tensor([1.0, -1.0])[:, None]
+            offsets = int(read_at[b]) + torch.arange(len(new))
+            turn = layer.rotation.table.cpu()[offsets] * torch.tensor([1.0, -1.0])[:, None]
             new = rotate(new, turn, interleaved=layer.interleaved)
         if mean is not None:
             if held == 0:
@@ -138,9 +138,9 @@ def test_read_as_by_the_formula(kind, size, rotated, interleaved, centred, dtype
         alone, _ = dequantise.read(parts["key"], None, *where, interleaved=interleaved)
     torch.testing.assert_close(alone, both[0], rtol=0, atol=0, equal_nan=True)
     each = zip(parts, both, (layer.format.keys, layer.format.values), strict=True)
-    for name, found, numbers in each:
+    for name, out, numbers in each:
         mean, angles_of = (layer.mean, turn) if name == "key" else (None, None)
-        assert found.dtype == dtype
+        assert out.dtype == dtype
         for row, (b, k, start, held) in enumerate(layer.each()):
             mine = {part: x[start : start + held].cpu() for part, x in parts[name].items()}
             expected = torch.zeros(held, size)
@@ -151,7 +151,7 @@ def test_read_as_by_the_formula(kind, size, rotated, interleaved, centred, dtype
                 ranks = -named[SHIFT][start : start + held].long().cpu()
                 angles = layer.rotation.table.cpu()[ranks]
                 expected = rotate(expected, angles, interleaved=interleaved)
-            its = found[row * 32 : row * 32 + held].float().cpu()
+            its = out[row * 32 : row * 32 + held].float().cpu()
             allowed = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
             torch.testing.assert_close(its, expected, rtol=allowed, atol=allowed)
 

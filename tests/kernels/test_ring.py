@@ -37,13 +37,13 @@ def unharmed(x: Tensor) -> bool:
 def blocks(lengths: list[int], B: int, H: int, D: int, dtype: torch.dtype) -> list[Tensor]:
     """Queries as models make them, every second one contiguous: views amid NaN."""
     g = torch.Generator().manual_seed(sum(lengths))
-    found = []
+    queries_of_blocks = []
     for i, length in enumerate(lengths):
         whole = torch.full((B, length + 2, H + 1, D + 8), float("nan"))
         whole[:, 1:-1, 1:, :D] = torch.randn(B, length, H, D, generator=g)
         queries = whole.to(DEVICE, dtype)[:, 1:-1, 1:, :D].transpose(1, 2)
-        found.append(queries.contiguous() if i % 2 else queries)
-    return found
+        queries_of_blocks.append(queries.contiguous() if i % 2 else queries)
+    return queries_of_blocks
 
 
 def new_ring(B: int, H: int, K: int, w: int, D: int, dtype: torch.dtype) -> QueryWindow:
@@ -140,12 +140,12 @@ def test_the_last_are_rotated_by_their_kv_heads_shifts(
     back = rotation.back
     monkeypatch.setattr(rotation, "back", lambda x, s: (seen.append((x, s)), back(x, s))[1])
     with kernels.use(choice):
-        found = ring.last(segment, 5, rotation)
+        newest = ring.last(segment, 5, rotation)
         queries = ring.queries[row : row + rows, head * G : (head + count) * G, -5:]
         shift = ring.shift[row : row + rows, head : head + count, -5:]
         expected = back(queries, shift.repeat_interleave(G, dim=1))
-    assert torch.equal(found, expected)
-    assert found.is_contiguous()
+    assert torch.equal(newest, expected)
+    assert newest.is_contiguous()
     ours = {x.untyped_storage().data_ptr() for x in (ring.queries, ring.shift)}
     assert ({x.untyped_storage().data_ptr() for x in seen[0]} == ours) is not copies
 

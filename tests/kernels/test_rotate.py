@@ -32,12 +32,12 @@ def test_rotated_as_by_the_formula(interleaved, slots, size, rotated, dtype, mon
     shift = torch.randint(SPAN, (2, 3, slots + 9), dtype=torch.int32, device=DEVICE)[:, :, :slots]
     expected = by_formula(x.double(), rotation.table[shift.long()].double(), interleaved)
     monkeypatch.setattr(torch, "empty", lambda *a, **k: torch.full(*a, float("nan"), **k))
-    found = rotate_back(x, shift, rotation.table, interleaved=interleaved)
+    rotated_back = rotate_back(x, shift, rotation.table, interleaved=interleaved)
     # One rounding to the dtype; triton's interpreter cuts bfloat16 off rather than rounding.
     allowed = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
-    assert found.dtype == dtype
-    assert found.is_contiguous()
-    torch.testing.assert_close(found.double(), expected, rtol=allowed, atol=allowed)
+    assert rotated_back.dtype == dtype
+    assert rotated_back.is_contiguous()
+    torch.testing.assert_close(rotated_back.double(), expected, rtol=allowed, atol=allowed)
 
 
 def by_formula(x, rows, interleaved):
@@ -62,10 +62,10 @@ def test_the_table_is_as_exact_as_keys_of_the_type_need_it(dtype):
     )
     table = Rotation(frequencies, SPAN, DEVICE, table_dtype(dtype)).table
     assert table.element_size() <= 4 * (1 if dtype != torch.bfloat16 else 0.5)
-    found = rotate(x, table[shift.long()], back=True)
+    rotated_back = rotate(x, table[shift.long()], back=True)
     rounded = (truth.to(dtype).double() - truth).abs()
-    assert (found.double() - truth).abs().max() <= 1.2 * rounded.max() + 1e-6
-    assert (found.double() - truth).abs().mean() <= 1.1 * rounded.mean() + 1e-7
+    assert (rotated_back.double() - truth).abs().max() <= 1.2 * rounded.max() + 1e-6
+    assert (rotated_back.double() - truth).abs().mean() <= 1.1 * rounded.mean() + 1e-7
 
 
 @pytest.mark.parametrize("positions", ["compact", "true"])

@@ -80,11 +80,11 @@ def replayed(loop, ids, length):
             count = torch.tensor(new, dtype=torch.int32, device=DEVICE)
         part = -(-length // blocks)
         rows = current.rows = cache.row_pass(part, always=True, count=count)
-        place = cache.offsets(torch.arange(length, device=DEVICE))
+        offsets = cache.offsets(torch.arange(length, device=DEVICE))
         model = loop.graphs.decoder or loop.model
         logits = model(
             input_ids=torch.nn.functional.pad(ids, (0, length - new), value=5),
-            position_ids=(rows.first(current.token_counter) + place).expand(len(ids), -1),
+            position_ids=(rows.first(current.token_counter) + offsets).expand(len(ids), -1),
             **cache_argument(model, cache),
             use_cache=True,
             logits_to_keep=torch.tensor([new - 1], device=DEVICE),
@@ -113,13 +113,13 @@ def conversation(policy, positions, batch, choice, graphs=False, kind=None):
             return loop.read(ids[:, start:stop])
 
         stops = [*range(0, 41, BLOCK), 45, *range(46, 50)]
-        found = [read(a, b) for a, b in itertools.pairwise(stops)]
+        logits = [read(a, b) for a, b in itertools.pairwise(stops)]
         cache.pin([(41, 43)])
         assert loop.drop([(46, 48)])
         cache.regions.add({"thoughts": [(43, 46)], "system prompt and tools": [(0, 36)]})
         stops = [49, 50, 56, 64]
-        found += [read(a, b) for a, b in itertools.pairwise(stops)]
-    return torch.stack(found), kept(cache)
+        logits += [read(a, b) for a, b in itertools.pairwise(stops)]
+    return torch.stack(logits), kept(cache)
 
 
 @pytest.mark.slow(keep=3)
@@ -130,8 +130,8 @@ def conversation(policy, positions, batch, choice, graphs=False, kind=None):
 )  # fmt: skip
 def test_rows_keep_what_the_eager_engine_keeps(policy, positions, batch, graphs):
     expected, mine = conversation(policy, positions, batch, "eager")
-    found, its = conversation(policy, positions, batch, "triton", graphs)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    logits, its = conversation(policy, positions, batch, "triton", graphs)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     assert its == mine
 
 
@@ -153,9 +153,9 @@ def test_rows_of_fewer_bits_keep_what_the_eager_engine_keeps(
     kind, policy, positions, batch, graphs
 ):
     expected, mine = conversation(policy, positions, batch, "eager", kind=kind)
-    found, its = conversation(policy, positions, batch, "triton", graphs, kind)
+    logits, its = conversation(policy, positions, batch, "triton", graphs, kind)
     # A number between two steps may become either of them.
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(logits, expected, rtol=2e-2, atol=2e-2)
     assert its == mine
 
 
@@ -163,7 +163,7 @@ def test_rows_of_fewer_bits_keep_what_the_eager_engine_keeps(
 @pytest.mark.parametrize("policy", ["keydiff", "adakv", "cake"])
 @pytest.mark.parametrize("positions", ["compact", "true"])
 def test_passes_that_transformers_makes_by_itself_have_rows_too(policy, positions):
-    model, ids, found = model_of(policy), tokens(50, 2).to(DEVICE), []
+    model, ids, outcomes = model_of(policy), tokens(50, 2).to(DEVICE), []
     for choice in ("eager", "triton"):
         cache = cache_of(model, policy, positions, 2, choice)
         with kernels.use(choice), torch.no_grad():
@@ -172,14 +172,14 @@ def test_passes_that_transformers_makes_by_itself_have_rows_too(policy, position
                 model(ids[:, a:b], **cache_argument(model, cache), use_cache=True).logits[:, -1]
                 for a, b in itertools.pairwise(stops)
             ]
-        found.append((torch.stack(logits), kept(cache)))
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-4)
-    assert found[1][1] == found[0][1]
+        outcomes.append((torch.stack(logits), kept(cache)))
+    torch.testing.assert_close(outcomes[1][0], outcomes[0][0], rtol=1e-4, atol=1e-4)
+    assert outcomes[1][1] == outcomes[0][1]
 
 
 @pytest.mark.parametrize("policy", ["keydiff", "h2o"])
 def test_several_blocks_of_a_full_cache_in_one_pass_equal_passes_of_their_own(policy):
-    model, ids, found = model_of(policy), tokens(64, 1).to(DEVICE), []
+    model, ids, outcomes = model_of(policy), tokens(64, 1).to(DEVICE), []
     for several in (True, False):
         cache = cache_of(model, policy, "compact", 1, "triton")
         with kernels.use("triton"):
@@ -188,9 +188,9 @@ def test_several_blocks_of_a_full_cache_in_one_pass_equal_passes_of_their_own(po
             rest = ids[:, ROOM : ROOM + 3 * BLOCK]
             assert cuda_graphs.blocks_of(cache, rest.shape[1]) == 3
             logits = loop.read(rest) if several else loop.prefill(rest)
-        found.append((logits, kept(cache)))
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-4)
-    assert found[0][1] == found[1][1]
+        outcomes.append((logits, kept(cache)))
+    torch.testing.assert_close(outcomes[0][0], outcomes[1][0], rtol=1e-4, atol=1e-4)
+    assert outcomes[0][1] == outcomes[1][1]
 
 
 @pytest.mark.parametrize(("budget", "spans"), [

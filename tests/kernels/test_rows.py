@@ -92,12 +92,12 @@ class Layer:
         stays[gone] = False
         order = positions[stays].argsort()
         older = (positions[gone][None] < positions[stays][:, None]).sum(1)
-        found = [segment.view(x)[0, 0][stays] for x in self.pool.buffers()]
+        contents = [segment.view(x)[0, 0][stays] for x in self.pool.buffers()]
         names = list(self.pool.named())
-        found[names.index("shift")] = found[names.index("shift")] + older.int()
-        return [x[order] for x in found], count
+        contents[names.index("shift")] = contents[names.index("shift")] + older.int()
+        return [x[order] for x in contents], count
 
-    def found(self, k, start, held):
+    def contents(self, k, start, held):
         part = [x[start : start + held] for x in self.pool.buffers()]
         order = part[2].argsort()
         return [x[order] for x in part]
@@ -118,7 +118,9 @@ class Layer:
             held = self.lengths[k] - count
             assert int(left[k]) == held
             assert self.newer[0, k].tolist() == [k + count, 3 + count]
-            assert all(map(torch.equal, self.found(k, (starts or self.starts)[k], held), tensors))
+            assert all(
+                map(torch.equal, self.contents(k, (starts or self.starts)[k], held), tensors)
+            )
 
 
 CASES = [
@@ -155,8 +157,8 @@ def test_rows_of_other_layers_in_the_pool_stay_where_they_are():
     rows.evict(layer.scores[:, :2], Pins(SEEN, ()), these, left, layer.newer[:, :2])
     assert left.tolist() == [30, 5]
     for k, (tensors, count) in enumerate(expected):
-        found = layer.found(k, starts[k], layer.lengths[k] - count)
-        assert all(map(torch.equal, found, tensors))
+        contents = layer.contents(k, starts[k], layer.lengths[k] - count)
+        assert all(map(torch.equal, contents, tensors))
     assert all(map(torch.equal, others, (x[starts[2] :] for x in layer.pool.buffers())))
 
 
@@ -285,13 +287,13 @@ def test_numbers_of_slots_are_copied_and_put_back():
     layer = Layer([40, 7, 30], [40, 7, 30])
     mass = layer.pool.aux["mass"]
     copy = rows.padded(mass, layer.rows, 1)
-    places = rows.padded(layer.pool.positions, layer.rows, 1, positions=True)
+    slot_positions = rows.padded(layer.pool.positions, layer.rows, 1, positions=True)
     for k, segment in enumerate(layer.segments):
         n = layer.lengths[k]
         assert torch.equal(copy[0, k, :n], segment.aux("mass")[0, 0])
         assert copy[0, k, n:].count_nonzero() == 0
-        assert torch.equal(places[0, k, :n], segment.positions[0, 0])
-        assert (places[0, k, n:] >= 1 << 30).all()
+        assert torch.equal(slot_positions[0, k, :n], segment.positions[0, 0])
+        assert (slot_positions[0, k, n:] >= 1 << 30).all()
     before = mass.clone()
     rows.put(copy + 1, mass, layer.rows)
     assert (mass != before).sum() == sum(layer.lengths)
@@ -304,9 +306,9 @@ def test_each_sequence_ranks_its_own_regions():
     positions = torch.stack([torch.randperm(600)[:530] for _ in range(6)]).view(3, 2, 530)
     scores, positions = randn(3, 530, 2, seed=1).transpose(1, 2), positions.int().to(DEVICE)
     numbers = [[len(its), *(x for one in its for x in one)] for its in regions]
-    found = rows.weigh(scores, positions, ints([[*x, *[7] * (13 - len(x))] for x in numbers]))
+    weighed = rows.weigh(scores, positions, ints([[*x, *[7] * (13 - len(x))] for x in numbers]))
     for i, its in enumerate(regions):
-        assert torch.equal(found[i], by_tier(scores[i], positions[i], its))
+        assert torch.equal(weighed[i], by_tier(scores[i], positions[i], its))
 
 
 @pytest.mark.parametrize("kind", ["attention", "joint", "dropkv", "cake", "keydiff"])
@@ -314,8 +316,8 @@ def test_rows_score_as_each_alone(kind):
     layer = Layer([40, 7, 290], [40, 7, 290])
     queries = randn(1, 6, 3, 8)
     whole = [x[None, None].expand(1, 3, -1, -1) for x in (layer.pool.keys, layer.pool.values)]
-    places = rows.padded(layer.pool.positions, layer.rows, 1, positions=True)
-    obs = Observation(*whole, places, SEEN, 9, queries=queries, rows=layer.rows)
+    slot_positions = rows.padded(layer.pool.positions, layer.rows, 1, positions=True)
+    obs = Observation(*whole, slot_positions, SEEN, 9, queries=queries, rows=layer.rows)
 
     def score(obs):
         if kind == "keydiff":
@@ -323,7 +325,7 @@ def test_rows_score_as_each_alone(kind):
         return window.scores(obs, kind, "mean", epsilon=0.5)
 
     with kernels.use("triton"):
-        found = score(obs)
+        scores = score(obs)
         for k, segment in enumerate(layer.segments):
             mine = queries[:, 2 * k : 2 * k + 2]
             alone = score(
@@ -337,7 +339,7 @@ def test_rows_score_as_each_alone(kind):
                 )
             )
             n = layer.lengths[k]
-            torch.testing.assert_close(found[:, k, :n], alone[:, 0], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(scores[:, k, :n], alone[:, 0], rtol=1e-5, atol=1e-6)
 
 
 def test_keydiff_rotates_keys_of_rows_as_it_reads_them():
@@ -354,11 +356,11 @@ def test_keydiff_rotates_keys_of_rows_as_it_reads_them():
         sums[0, k, 0] = mine[0, 0, :3].sum(0)
         sums[0, k, 1] = mine[0, 0, 3:].sum(0)
     with kernels.use("triton"):
-        found = keydiff.scores_turned(keys, shift, table, sums, layer.rows)
+        scores = keydiff.scores_turned(keys, shift, table, sums, layer.rows)
     for k, mine in enumerate(turned):
         expected = -torch.cosine_similarity(mine, mine.mean(2, keepdim=True), dim=-1)
         torch.testing.assert_close(
-            found[:, k, : layer.lengths[k]], expected[:, 0], rtol=1e-5, atol=1e-6
+            scores[:, k, : layer.lengths[k]], expected[:, 0], rtol=1e-5, atol=1e-6
         )
 
 
@@ -373,8 +375,8 @@ def test_keydiff_rotates_keys_of_rows_as_it_reads_them():
 )
 def test_lagkv_scores_rows_as_each_alone(lengths, size, lag, dtype):
     layer = Layer(lengths, lengths, size=size, dtype=dtype)
-    places = rows.padded(layer.pool.positions, layer.rows, 1, positions=True)
-    scores = lagkv.scores(layer.pool.keys, layer.pool.values, places, layer.rows, lag)
+    slot_positions = rows.padded(layer.pool.positions, layer.rows, 1, positions=True)
+    scores = lagkv.scores(layer.pool.keys, layer.pool.values, slot_positions, layer.rows, lag)
     for k, (segment, n) in enumerate(zip(layer.segments, lengths, strict=True)):
         alone = segment.keys.float(), segment.values.float(), segment.positions
         expected = LagKV(lag=lag).score(Observation(*alone, SEEN, n))

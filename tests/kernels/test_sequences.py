@@ -32,11 +32,11 @@ def sessions_of(policy, pinned=0, kind=None, regions=False):
     layers = 2 if policy in ("keydiff", "pyramidkv") else 1
     model = tiny_model("llama", num_hidden_layers=layers, vocab_size=130).to(DEVICE)
     runtime = runtime_of(model, policy, BUDGET, 16, kv_dtype=kind)
-    found = []
+    sessions = []
     for prompt in PROMPTS:
         session = runtime.session()
         session.loop.prefill(torch.tensor([prompt], device=DEVICE))
-        found.append(session)
+        sessions.append(session)
         if pinned:
             session.loop.cache.pin([(0, pinned)])
         if regions:  # of each session others
@@ -46,7 +46,7 @@ def sessions_of(policy, pinned=0, kind=None, regions=False):
                 {"system prompt and tools": [system], "thoughts": [thoughts]}
             )
             session.loop.cache.pin([(last - 1, last + 2)][: last % 2])
-    return runtime, found
+    return runtime, sessions
 
 
 def kept(session):
@@ -72,14 +72,14 @@ def read_together(rows, sessions):
     answers = [Answer(session, iter(())) for session in sessions]
     left, logits = [list(mine) for mine in TOKENS], [[] for _ in sessions]
     for number in range(len(TOKENS[0])):
-        those = [i for i, mine in enumerate(left) if mine and (i != 1 or number % 5 != 4)]
-        for i in those:
+        reading = [i for i, mine in enumerate(left) if mine and (i != 1 or number % 5 != 4)]
+        for i in reading:
             answers[i].step = Step(token=left[i].pop(0))
             assert rows.fits(answers[i])
             rows.join(answers[i])
-        tokens = [answers[i].step.token for i in those]
-        found = rows.begin([answers[i] for i in those], tokens)()
-        for i, its in zip(those, found, strict=True):
+        tokens = [answers[i].step.token for i in reading]
+        rows_logits = rows.begin([answers[i] for i in reading], tokens)()
+        for i, its in zip(reading, rows_logits, strict=True):
             logits[i].append(its)
         if number == 7:
             sessions[0].fetch_cache()
@@ -96,8 +96,8 @@ def check(policy, pinned=0, kind=None, regions=False, close=1e-3):
     with kernels.use("triton"):
         rows, why = runtime.shared_rows(3)
         assert why is None
-        found = read_together(rows, sessions)
-    for mine, its in zip(found, expected, strict=True):
+        logits = read_together(rows, sessions)
+    for mine, its in zip(logits, expected, strict=True):
         torch.testing.assert_close(mine, its, rtol=close, atol=close)
     assert list(map(kept, sessions)) == list(map(kept, others))
     again = torch.tensor([[17]], device=DEVICE)
@@ -154,9 +154,9 @@ def test_what_has_no_rows_says_why(policy, more, why):
     model = tiny_model("llama", num_hidden_layers=1).to(DEVICE)
     with kernels.use("triton"):
         runtime = runtime_of(model, policy, BUDGET, **{"block": 8, **more})
-        rows, told = runtime.shared_rows(2)
+        rows, reason = runtime.shared_rows(2)
         assert rows is None
-        assert why in told
+        assert why in reason
 
 
 def test_policies_without_kernels_have_no_rows():

@@ -241,12 +241,12 @@ def test_keydiff_scores_keys_that_it_rotates_itself(case, dtype):
     inputs = Inputs(replace(case, moved=True), dtype)
     shift, keys = inputs.segment.aux("shift"), inputs.segment.keys
     sums = inputs.attended(torch.float32)[1][:, :, :-1].sum(2, keepdim=True)
-    found = keydiff.scores_turned(keys, shift, inputs.rotation.table, sums.contiguous())
-    assert found.shape == keys.shape[:3]
+    scores = keydiff.scores_turned(keys, shift, inputs.rotation.table, sums.contiguous())
+    assert scores.shape == keys.shape[:3]
     turned_keys = rotate(keys, inputs.rotation.table[shift.long()], back=True)
     expected = -torch.cosine_similarity(turned_keys.float(), sums / case.slots, dim=-1)
     near = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(found, expected, rtol=0, atol=near)
+    torch.testing.assert_close(scores, expected, rtol=0, atol=near)
 
 
 def test_what_is_covered():

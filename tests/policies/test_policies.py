@@ -166,18 +166,18 @@ def test_a_strong_window_does_not_lift_its_neighbours(name, kernel):
     """What its tokens score is nothing to the others."""
     policy = load_policy(name, window=5).policy
     obs = observe(60)
-    apart = obs.positions >= obs.num_tokens - 5
-    border = (obs.positions >= obs.num_tokens - 5 - 60) & ~apart
+    newest = obs.positions >= obs.num_tokens - 5
+    border = (obs.positions >= obs.num_tokens - 5 - 60) & ~newest
     weak = policy.score(replace(obs))
-    strong = replace(obs, values=torch.where(apart[..., None], 50 * obs.values, obs.values))
+    strong = replace(obs, values=torch.where(newest[..., None], 50 * obs.values, obs.values))
     if name != "dropkv":  # attention itself: the same to all but the window
         strong = replace(obs)
         strong.__dict__["attention"] = torch.where(
-            apart[:, :, None, None], 100 * obs.attention, obs.attention
+            newest[:, :, None, None], 100 * obs.attention, obs.attention
         )
     else:
         strong.__dict__["attention"], strong.__dict__["output"] = obs.attention, obs.output
-    assert (policy.score(strong)[apart] > weak[apart]).any()
+    assert (policy.score(strong)[newest] > weak[newest]).any()
     assert torch.equal(policy.score(strong)[border], weak[border])
 
 
@@ -323,15 +323,15 @@ def registered(monkeypatch, **points: Any) -> None:
     class Point:
         value, dist = "elsewhere:Thing", SimpleNamespace(name="a-package")
 
-        def __init__(self, name: str, found: Any) -> None:
-            self.name, self.found = name, found
+        def __init__(self, name: str, policy: Any) -> None:
+            self.name, self.policy = name, policy
 
         def load(self):
-            if isinstance(self.found, BaseException):
-                raise self.found
-            return self.found
+            if isinstance(self.policy, BaseException):
+                raise self.policy
+            return self.policy
 
-    made = [Point(name, found) for name, found in points.items()]
+    made = [Point(name, policy) for name, policy in points.items()]
     monkeypatch.setattr(policies, "entry_points", lambda group: made)
     policies.policies.cache_clear()
     policies._registered.cache_clear()
@@ -371,7 +371,7 @@ class Greedy(Policy):
 
 
 @pytest.mark.parametrize(
-    ("found", "why"),
+    ("loaded", "why"),
     [
         (ImportError("No module named 'gone'"), "No module named 'gone'"),
         (ZeroDivisionError(), "ZeroDivisionError"),
@@ -382,8 +382,8 @@ class Greedy(Policy):
         (Demanding, "missing 1 required positional argument: 'much'"),
     ],
 )
-def test_a_broken_policy_of_a_package_takes_nothing_else_with_it(found, why, monkeypatch, fresh):
-    registered(monkeypatch, broken=found, newest=Plain)
+def test_a_broken_policy_of_a_package_takes_nothing_else_with_it(loaded, why, monkeypatch, fresh):
+    registered(monkeypatch, broken=loaded, newest=Plain)
     said = rf"policy 'broken' \(elsewhere:Thing, of package a-package\) cannot be used: .*{why}"
     with pytest.warns(UserWarning, match=said):
         assert isinstance(load_policy("newest").policy, Plain)

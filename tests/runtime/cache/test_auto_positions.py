@@ -63,16 +63,16 @@ def test_quantised_slots(kind):
     """To the bit before the change; after it as near to exact ones as where all is compact."""
     model, ids = model_with_window(), text()
     newest = kvcap.load_policy("streaming_llm", sinks=2)
-    found, exact = (logits_of(model, ids, policy=newest, kv_dtype=k) for k in (kind, None))
+    logits, exact = (logits_of(model, ids, policy=newest, kv_dtype=k) for k in (kind, None))
     true, compact = (
         logits_of(model, ids, policy=newest, kv_dtype=kind, positions=mode)
         for mode in ("true", "compact")
     )
     plain = logits_of(model, ids, policy=newest, positions="compact")
-    assert torch.equal(found[:3], true[:3])
-    apart, usual = (found - exact)[3:].abs().max(), (compact - plain)[3:].abs().max()
-    assert 0 < apart <= 3 * usual
-    assert (true - exact)[3:].abs().max() > 2 * apart  # it did change
+    assert torch.equal(logits[:3], true[:3])
+    difference, usual = (logits - exact)[3:].abs().max(), (compact - plain)[3:].abs().max()
+    assert 0 < difference <= 3 * usual
+    assert (true - exact)[3:].abs().max() > 2 * difference  # it did change
 
 
 @pytest.mark.parametrize("positions", ["auto", "compact", "true"])
@@ -96,14 +96,14 @@ def test_in_generation_by_transformers(positions):
     got = model.generate(ids, **as_cache(cache), prefill_chunk_size=BLOCK, **options)
     assert got[0, 13:].tolist() == expected
     assert cache.allocation.compact == (positions != "true")
-    told = {"auto": "auto (compact now)"}.get(positions, positions)
-    assert f"{told} positions" in repr(cache)
+    mode = {"auto": "auto (compact now)"}.get(positions, positions)
+    assert f"{mode} positions" in repr(cache)
     other = model_with_window("llama", "sdpa")
     with kvcap.cap(other, 12, BLOCK, "keydiff", positions=positions) as capped:
         got = other.generate(ids, **options)
         assert got[0, 13:].tolist() == expected
-        told = {"auto": "auto (true now)"}.get(positions, positions)
-        assert f"{told} positions" in repr(capped._make())
+        mode = {"auto": "auto (true now)"}.get(positions, positions)
+        assert f"{mode} positions" in repr(capped._make())
 
 
 def test_a_block_that_is_refused_changes_nothing():
@@ -263,8 +263,8 @@ def test_longrope_changes_where_its_short_factors_end():
 
 
 def test_exported_decoders_refuse_it(capsys):
-    asked = ["generate", "pocket", "Hello!", "--weights", "int8", "--positions", "auto"]
-    assert cli.run(asked) == 2
+    command = ["generate", "pocket", "Hello!", "--weights", "int8", "--positions", "auto"]
+    assert cli.run(command) == 2
     assert "an exported decoder has them of one kind" in capsys.readouterr().err
     facts = {"policy": {"name": "keydiff"}, "positions": "compact"}
     with pytest.raises(NotExportable, match="run the model by PyTorch"):

@@ -16,6 +16,7 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.errors import (
     CacheMismatch,
     KvcapError,
+    MemoryCapExceeded,
     PinsTooLarge,
     PositionMismatch,
     UnsupportedModel,
@@ -102,14 +103,14 @@ def test_before_a_token_nobody_counts_what_is_free(tokens, monkeypatch):
     }
     for loop in loops.values():
         loop.prefill(tokens(20))
-    asked = []
+    counted = []
     room = BlockLoop.room.fget
     monkeypatch.setattr(
-        BlockLoop, "room", property(lambda loop: (asked.append(loop), room(loop))[1])
+        BlockLoop, "room", property(lambda loop: (counted.append(loop), room(loop))[1])
     )
     for loop in loops.values():
         loop.read(tokens(1))
-    assert asked == [loops["refuses"], loops["never"]]
+    assert counted == [loops["refuses"], loops["never"]]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -189,8 +190,8 @@ def test_a_second_generate_under_evict_every(tokens):
     model = tiny_model("llama")
     cache = kvcap.BudgetCache(model.config, 16, 8, evict_every=4)
     options = as_cache(cache) | {"do_sample": False, "pad_token_id": 2}
-    said, asked = tokens(8), [8, 6, 8]  # the last token said before is read with what is new
-    for new in asked:
+    said, lengths = tokens(8), [8, 6, 8]  # the last token said before is read with what is new
+    for new in lengths:
         more = torch.cat((said, tokens(new - 1, seed=new)), dim=1)
         said = model.generate(
             more, attention_mask=torch.ones_like(more), max_new_tokens=6, **options
@@ -203,20 +204,33 @@ def test_a_second_generate_under_evict_every(tokens):
 
 @pytest.mark.parametrize("policy", EVICTING)
 def test_too_many_pins_are_refused_before_anything_is_allocated_or_read(policy, tokens):
-    cache, told = kvcap.BudgetCache(MODEL.config, 24, 8, small_policy(policy, MODEL.config)), set()
+    cache, messages = (
+        kvcap.BudgetCache(MODEL.config, 24, 8, small_policy(policy, MODEL.config)),
+        set(),
+    )
     for seen in (0, 60):
         if seen:
             BlockLoop(MODEL, cache).prefill(tokens(seen))
         with pytest.raises(PinsTooLarge, match=r"needs \d+ slots in every head") as error:
             cache.pin([(60, 100)])
-        told.add(str(error.value))
+        messages.add(str(error.value))
         assert (cache.seen, cache.pinned_spans) == (seen, [])
-    assert len(told) == 1 or cache.balance is not None  # by which layers have other sizes then
+    assert len(messages) == 1 or cache.balance is not None  # by which layers have other sizes then
     BlockLoop(MODEL, cache).prefill(tokens(60))
     kvcap.BudgetCache(MODEL.config, 24, 8).pin([(0, 20)])
 
 
 # What a cache is not for --------------------------------------------------------------------------
+
+
+def test_a_policy_that_never_evicts_takes_no_room_of_a_block(tokens):
+    """In a pass that transformers makes; a loop refuses what does not fit before it reads."""
+    cache = kvcap.BudgetCache(MODEL.config, 24, 8, "full")
+    for seed in range(3):
+        MODEL(tokens(8, seed=seed), **as_cache(cache))
+    with pytest.raises(MemoryCapExceeded, match="never evicts: 24 tokens are held and 1 more"):
+        MODEL(tokens(1), **as_cache(cache))
+    assert (cache.seen, cache.consistent) == (24, True)
 
 
 def test_another_batch_size_or_type(tokens):

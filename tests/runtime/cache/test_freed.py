@@ -236,8 +236,8 @@ def test_a_batch_whose_pass_failed_is_freed(folder, alive):
         batch.step()
     with failing(runtime.model):
         list(batch)
-    found = [progress for _ in range(4) for progress in batch.step()]
-    del batch, sessions, session, found
+    steps = [progress for _ in range(4) for progress in batch.step()]
+    del batch, sessions, session, steps
     alive.none()
 
 
@@ -338,6 +338,6 @@ def test_a_process_holds_no_more_after_many_calls_than_after_few(use, calls, fol
     program = PROCESS.replace("CALLS", str(calls))
     done = in_python(program, use, folder)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["many"] == found["few"] < 5 * found["cache"]
-    assert found["grown"] < found["cache"]
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures["many"] == figures["few"] < 5 * figures["cache"]
+    assert figures["grown"] < figures["cache"]

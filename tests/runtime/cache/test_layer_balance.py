@@ -62,15 +62,15 @@ def wanted(
     """Slots that layers should have, for which the host and the device have one answer."""
     balance = LayerBalance(CakeBudget(floor=floor), budget, len(preferences), pinned)
     balance.preferences = list(preferences)
-    found = balance._wanted(seen)
-    assert found is not None
-    told = balance._wanted_on_device(
+    slots = balance._wanted(seen)
+    assert slots is not None
+    on_device = balance._wanted_on_device(
         torch.tensor([preferences[::-1], preferences]), torch.tensor(seen)
     )
     # Where the host's floating-point numbers cannot tell remainders apart another may get a slot.
-    assert max(abs(a - b) for a, b in zip(told[1].tolist(), found, strict=True)) <= 1
-    assert sum(found) == told[0].sum() == told[1].sum()
-    return found
+    assert max(abs(a - b) for a, b in zip(on_device[1].tolist(), slots, strict=True)) <= 1
+    assert sum(slots) == on_device[0].sum() == on_device[1].sum()
+    return slots
 
 
 # The device counts in whole numbers, of which the smallest share must be one.

@@ -135,9 +135,9 @@ def test_writes_are_found_wherever_keys_lie(positions: str) -> None:
 
 def test_state_is_held_to_what_was_declared() -> None:
     def theirs(update: Any) -> Policy:
-        found = policy(lambda obs: obs.state["sum"], "state", state={"sum": torch.float32})
-        type(found).update = lambda self, obs: update(obs)
-        return found
+        made = policy(lambda obs: obs.state["sum"], "state", state={"sum": torch.float32})
+        type(made).update = lambda self, obs: update(obs)
+        return made
 
     for update, says in [
         (lambda obs: {"total": ones(obs)}, r"update gave 'total' .*expected tensors \['sum'\]"),

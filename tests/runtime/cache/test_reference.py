@@ -228,8 +228,8 @@ def check(drawn: Drawn) -> None:
         for layer in cache.layout.shape.capped:
             assert kept(cache, layer, row) == reference.kept(layer), drawn
             assert all(pinned <= {*head} for head in kept(cache, layer, row)), drawn
-        apart = (logits[:, row] - expected).abs().max()
-        assert apart <= 2e-4 * expected.abs().max().clamp(min=1), drawn
+        difference = (logits[:, row] - expected).abs().max()
+        assert difference <= 2e-4 * expected.abs().max().clamp(min=1), drawn
 
 
 @pytest.mark.slow(keep=24, ci=56)
@@ -267,9 +267,9 @@ def test_the_reference_of_all_tokens_is_the_uncapped_model(name):
     ids = 3 + torch.randperm(50, generator=torch.Generator().manual_seed(1))[None, :31]
     with torch.no_grad():
         expected = model_of(name, "eager")(torch.cat((ids, *STEPS[:, 0].split(1)), 1)).logits[0]
-    _, found = run_reference(model_of(name, NAME), ids, 8, Setting("knorm", 99, "true"))
+    _, logits = run_reference(model_of(name, NAME), ids, 8, Setting("knorm", 99, "true"))
     expected = expected[[7, 15, 23, 30, 31, 32, 33, 34]]
-    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max().clamp(min=1)
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max().clamp(min=1)
 
 
 @pytest.mark.slow
@@ -315,13 +315,13 @@ def test_keys_rotated_in_place_are_those_rotated_at_attention(
         if not in_place:
             monkeypatch.setattr(CompactPositions, "can_rotate_in_place", lambda *_: False)
         cache = kvcap.BudgetCache(model.config, 24, 8, eviction, evict_every=every)
-        loop, found = BlockLoop(model, cache), []
+        loop, steps = BlockLoop(model, cache), []
         loop.prefill(ids[:, :40])
-        found += [loop.read(ids[:, i : i + 1]) for i in range(40, 200)]
+        steps += [loop.read(ids[:, i : i + 1]) for i in range(40, 200)]
         loop.prefill(ids[:, 200:220])  # another turn, whose blocks evict too
-        found += [loop.read(ids[:, i : i + 1]) for i in range(220, 300)]
+        steps += [loop.read(ids[:, i : i + 1]) for i in range(220, 300)]
         caches.append(cache)
-        logits.append(torch.cat(found))
+        logits.append(torch.cat(steps))
     assert bool(rotations) == (dtype == torch.float32)
     assert kept(caches[0], 1) == kept(caches[1], 1)
     torch.testing.assert_close(*logits, rtol=1e-4, atol=2e-5)

@@ -48,14 +48,14 @@ def numbers(bits: int, parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         step = float(scale)
         return torch.tensor([x * step for x in q]).double(), torch.full((len(q),), 0.57 * step)
     half = len(q)
-    found, off = [], []
+    values, off = [], []
     for i in range(2 * half):
         four = q[i] & 15 if i < half else q[i - half] >> 4
         group = i // GROUPS[2 * half]
         step, low = float(scale[group]), float(parts["low"][group])
-        found.append(low + four * step)
+        values.append(low + four * step)
         off.append(0.51 * step + abs(low) / 1000)
-    return torch.tensor(found).double(), torch.tensor(off).double()
+    return torch.tensor(values).double(), torch.tensor(off).double()
 
 
 @pytest.mark.parametrize("size", GROUPS)
@@ -74,10 +74,10 @@ def test_quantised_as_by_the_formula(bits, size):
     torch.testing.assert_close(kind.weigh(parts, weights), weights @ out, rtol=1e-5, atol=1e-3)
     for name, (shape, dtype) in kind.shapes(size).items():
         assert (tuple(parts[name].shape), parts[name].dtype) == ((2, 3, 5, *shape), dtype)
-    for place in [(b, k, n) for b in range(2) for k in range(3) for n in range(5)]:
-        found, off = numbers(bits, {name: part[place] for name, part in parts.items()})
-        torch.testing.assert_close(out[place].double(), found, rtol=1e-6, atol=1e-7)
-        assert ((found - x[place].double()).abs() <= off + 1e-6).all()
+    for index in [(b, k, n) for b in range(2) for k in range(3) for n in range(5)]:
+        values, off = numbers(bits, {name: part[index] for name, part in parts.items()})
+        torch.testing.assert_close(out[index].double(), values, rtol=1e-6, atol=1e-7)
+        assert ((values - x[index].double()).abs() <= off + 1e-6).all()
     levels = parts[""].unique().numel()
     assert levels > (200 if bits == 8 and size > 24 else 15)  # all of the range is used
     nothing = {name: part[0, 0, 0] for name, part in parts.items()}
@@ -184,8 +184,8 @@ class Truth:
                 own = sinks.double()[None, :, None, None].expand(*z.shape[:3], 1)
                 z = torch.cat((z, own), -1)
             weights = z.softmax(-1)[..., : k.shape[2]]
-            found = segment.rows_of(out).double()
-            torch.testing.assert_close(found, weights @ v, rtol=1e-5, atol=1e-5)
+            output = segment.rows_of(out).double()
+            torch.testing.assert_close(output, weights @ v, rtol=1e-5, atol=1e-5)
             self.attended += 1
 
     def check_slots(self, cache: kvcap.BudgetCache) -> None:
@@ -199,31 +199,31 @@ class Truth:
                 for b, k, n in torch.cartesian_prod(
                     *(torch.arange(x) for x in (s.batch, s.heads, s.held))
                 ).tolist():
-                    place, head = (b, k, n), (s.row + b, s.head + k)
-                    key, value = self.arrived[layer.index][int(s.positions[place])]
+                    index, head = (b, k, n), (s.row + b, s.head + k)
+                    key, value = self.arrived[layer.index][int(s.positions[index])]
                     own = key[head] - (self.means[layer.index][head] if centred else 0)
                     for name, true in (("key", own), ("value", value[head])):
-                        found, off = vector(s, name, place)
-                        assert ((found - true).abs() <= off + 1e-5).all(), (name, place)
+                        stored, off = vector(s, name, index)
+                        assert ((stored - true).abs() <= off + 1e-5).all(), (name, index)
                     if layer.rotates:
-                        rank = int((s.positions[b, k] < s.positions[place]).sum())
-                        assert int(s.aux(SHIFT)[place]) == -rank
+                        rank = int((s.positions[b, k] < s.positions[index]).sum())
+                        assert int(s.aux(SHIFT)[index]) == -rank
 
 
-def vector(segment: Segment, name: str, place: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def vector(segment: Segment, name: str, index: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """The key or value of a slot, from its bytes, and the most that its numbers may be off."""
     named = segment.pool.named()
     sides = {part: f"{name}_{part}" for part in ("scale", "low") if f"{name}_{part}" in named}
-    parts = {part: segment.view(named[of])[place] for part, of in {"": f"{name}s", **sides}.items()}
+    parts = {part: segment.view(named[of])[index] for part, of in {"": f"{name}s", **sides}.items()}
     return numbers(4 if "low" in parts else 8, parts)
 
 
 def held(layer: BudgetLayer, segment: Segment) -> tuple[Tensor, Tensor]:
     """Keys at the positions where they count, and values [b, k, held, D] float64, of a segment."""
     shape = (segment.batch, segment.heads, segment.held)
-    places = torch.cartesian_prod(*map(torch.arange, shape)).tolist()
+    indices = torch.cartesian_prod(*map(torch.arange, shape)).tolist()
     keys, values = (
-        torch.stack([vector(segment, name, tuple(p))[0] for p in places]).view(*shape, -1)
+        torch.stack([vector(segment, name, tuple(p))[0] for p in indices]).view(*shape, -1)
         for name in ("key", "value")
     )
     if (mean := layer.engine.key_mean) is not None:
@@ -290,7 +290,7 @@ def test_keys_read_by_generate_count_from_all_tokens_read(tokens, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_rows_are_read_in_pieces(kind, tokens, monkeypatch):
     """Some slots of one head after the other, where many are all read at once."""
-    model, found = tiny_model("llama"), []
+    model, reads = tiny_model("llama"), []
     for piece in (pool.PIECE, 1):
         monkeypatch.setattr(pool, "PIECE", piece)
         cache = kvcap.BudgetCache(model.config, 40, 8, kv_dtype=kind)
@@ -299,8 +299,8 @@ def test_large_rows_are_read_in_pieces(kind, tokens, monkeypatch):
         weights = torch.rand(2, 2, 3, segment.held, generator=torch.Generator().manual_seed(0))
         assert len(list(segment.pieces(segment.held))) == (1 if piece > 1 else 8)
         keys = layer.engine.read_keys(segment)
-        found.append((keys, read_values(segment), weigh_values(segment, weights)))
-    for whole, pieces in zip(*found, strict=True):
+        reads.append((keys, read_values(segment), weigh_values(segment, weights)))
+    for whole, pieces in zip(*reads, strict=True):
         torch.testing.assert_close(whole, pieces)
 
 

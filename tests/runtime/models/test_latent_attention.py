@@ -219,9 +219,9 @@ def test_a_session_of_before_an_option_goes_on_exactly(tmp_path, monkeypatch):
     known = snapshot.parts
 
     def older(eviction: kvcap.Eviction) -> dict[str, Any]:
-        found = known(eviction)
-        found["policy"][1].pop("expand")
-        return found
+        parts = known(eviction)
+        parts["policy"][1].pop("expand")
+        return parts
 
     with monkeypatch.context() as patch:
         patch.setattr(snapshot, "parts", older)

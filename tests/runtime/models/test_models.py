@@ -395,15 +395,15 @@ def test_longrope_changes_its_factors_after_evictions_too(positions, tmp_path):
     own.prefill(ids[:, :40])
     other.go_on_from(own.copied())
     for loop in (own, other):
-        begun, found = [], []
+        begun, logits = [], []
         for i in range(40, 90):
-            found.append(loop.read(ids[:, i : i + 1]))
+            logits.append(loop.read(ids[:, i : i + 1]))
             begun += [i] * (not loop.read_short)
         again = runtime.loop()
         again.short = None
         again.prefill(ids[:, : begun[0]])
         expected = [again.read(ids[:, i : i + 1]) for i in begun]
-        torch.testing.assert_close(found[begun[0] - 40 :], expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits[begun[0] - 40 :], expected, rtol=1e-4, atol=1e-4)
         assert loop.cache.held < loop.cache.seen == 90
 
 

@@ -45,21 +45,21 @@ def unasked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets what the hub answers, and lists what it was asked."""
-    asked: list[str] = []
+    names: list[str] = []
 
-    def answer(found: Any = None, access: Exception | None = None) -> list[str]:
+    def answer(reply: Any = None, access: Exception | None = None) -> list[str]:
         def give(what: Any) -> Any:
             if isinstance(what, Exception):
                 raise what
             return what
 
         def info(_: HfApi, name: str, **__: Any) -> Any:
-            asked.append(name)
-            return give(found)
+            names.append(name)
+            return give(reply)
 
         monkeypatch.setattr(HfApi, "model_info", info)
         monkeypatch.setattr(HfApi, "auth_check", lambda _, name: give(access))
-        return asked
+        return names
 
     return answer
 
@@ -151,15 +151,15 @@ def test_an_export_is_told_from_a_model(unasked: Path) -> None:
 
 
 def test_a_repository_is_asked_for_once(hub: Any) -> None:
-    asked = hub(listing("config.json", "model.safetensors"))
+    names = hub(listing("config.json", "model.safetensors"))
     assert resolve(REPOSITORY) == REPOSITORY
-    assert asked == [REPOSITORY]
+    assert names == [REPOSITORY]
     hub(listing("config.json", gated=True))
     assert resolve(REPOSITORY) == REPOSITORY  # whose terms were accepted
 
 
 @pytest.mark.parametrize(
-    ("found", "access", "says"),
+    ("reply", "access", "says"),
     [
         (http(RepositoryNotFoundError, 404), None, "is no repository of"),
         (listing("config.json", gated=True), http(GatedRepoError, 403), "is gated: accept its"),
@@ -171,11 +171,11 @@ def test_a_repository_is_asked_for_once(hub: Any) -> None:
     ],
 )
 def test_what_the_hub_says_is_told(
-    found: Any, access: Exception | None, says: str, hub: Any
+    reply: Any, access: Exception | None, says: str, hub: Any
 ) -> None:
-    asked = hub(found, access)
+    names = hub(reply, access)
     assert says in refused(REPOSITORY)
-    assert asked == [REPOSITORY]
+    assert names == [REPOSITORY]
 
 
 def test_without_a_network_the_copy_in_the_cache_is_taken(

@@ -36,9 +36,9 @@ def filled(weight: torch.Tensor, kind: str, dtype: torch.dtype) -> Any:
     return matrix
 
 
-def far(found: torch.Tensor, true: torch.Tensor) -> float:
+def far(values: torch.Tensor, true: torch.Tensor) -> float:
     """The size of the difference, as a share of what is true."""
-    return float((found.float() - true).norm() / true.norm())
+    return float((values.float() - true).norm() / true.norm())
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -227,13 +227,13 @@ def test_after_ctrl_c_in_a_pass_it_goes_on_rightly_or_is_refused(family, length,
 
     with torch.no_grad():
         unread, (total, whole) = read(None, then=False)[1], read(None)
-        found = []
+        refusals = []
         for at in {*range(1, total, total // 12), *range(total - total // 5, total, total // 60)}:
             logits = read(at)[1]
             if logits is not None:
                 assert torch.equal(logits, unread if cache.seen == 32 else whole), at
-            found.append(logits is None)
-    assert {True, False} == {*found}
+            refusals.append(logits is None)
+    assert {True, False} == {*refusals}
 
 
 @pytest.mark.parametrize("family", SOME + BESIDE)

@@ -116,7 +116,7 @@ PLAIN = [
     "Notes of the meeting: the landlord will have the wall repaired in May. The tenancy agreement "
     "stays as it is. The next meeting is on a Thursday, too.",
 ]
-NEEDLESS, FOUND = 0.1, 0.9  # shares: at most, at least
+NEEDLESS, ANSWERED = 0.1, 0.9  # shares: at most, at least
 NOTHING = [KeptTokens(0, True, [np.zeros(0, int)])]
 
 
@@ -147,10 +147,12 @@ def recalled(tokenizer):
 
 
 def test_questions_and_requests_bring_what_they_ask_for(recalled):
-    missed = [asked for asked, answer in QUESTIONS.items() if answer not in recalled(asked)]
-    assert len(missed) <= (1 - FOUND) * len(QUESTIONS), missed
+    missed = [
+        question for question, answer in QUESTIONS.items() if answer not in recalled(question)
+    ]
+    assert len(missed) <= (1 - ANSWERED) * len(QUESTIONS), missed
 
 
 def test_plain_text_brings_nothing(recalled):
-    needless = {text: found for text in PLAIN if (found := recalled(text))}
+    needless = {text: brought for text in PLAIN if (brought := recalled(text))}
     assert len(needless) <= NEEDLESS * len(PLAIN), needless

@@ -57,8 +57,14 @@ def test_messages_are_found_the_newest_first(template):
         (one.role in ("assistant", "model"), words.text(words.ids[one.start : one.stop]).strip())
         for one in dialogue.messages(words.ids)
     ]
-    asked = [(False, "And?"), (True, "No."), (False, "Fact 1."), (True, "Yes."), (False, "Fact 0.")]
-    assert [one for one in texts if one[1]] == asked  # the reply that begins is still empty
+    expected = [
+        (False, "And?"),
+        (True, "No."),
+        (False, "Fact 1."),
+        (True, "Yes."),
+        (False, "Fact 0."),
+    ]
+    assert [one for one in texts if one[1]] == expected  # the reply that begins is still empty
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -13,7 +13,7 @@ from kvcap.runtime.recall.recall import NEAREST, Recall
 from kvcap.runtime.types import KeptTokens
 
 KINDS = ("sister sibling", "bees hobby", "train railway", "penicillin medicine", "cello instrument")
-TOLD = ("Our train is late.", "My sister keeps bees.", "I play the cello.", "Penicillin is bad.")
+FACTS = ("Our train is late.", "My sister keeps bees.", "I play the cello.", "Penicillin is bad.")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def meaning():
     ],
 )
 def test_other_words_of_a_kind_are_near(meaning, question, right):
-    near = meaning.likeness(question, TOLD)
+    near = meaning.likeness(question, FACTS)
     assert near.argmax() == right
     assert near[right] > 0.3
 
@@ -59,13 +59,13 @@ def test_other_words_of_a_kind_are_near(meaning, question, right):
 )
 def test_a_text_that_has_what_is_asked_for_is_nearer(meaning, question, form):
     plain = "It is so nice there."
-    both = meaning.likeness(f"{question} Which medicine?", (form, plain, *TOLD))
-    alone = meaning.likeness("Which medicine?", (form, plain, *TOLD))
+    both = meaning.likeness(f"{question} Which medicine?", (form, plain, *FACTS))
+    alone = meaning.likeness("Which medicine?", (form, plain, *FACTS))
     assert both[0] - both[1] > alone[0] - alone[1]
 
 
 def test_texts_without_telling_words_are_near_nothing(meaning):
-    assert not meaning.likeness("What is it?", TOLD).any()
+    assert not meaning.likeness("What is it?", FACTS).any()
     assert not meaning.likeness("Which medicine?", ["It is.", ""]).any()
     assert meaning.likeness("Which medicine?", []).shape == (0,)
 
@@ -76,7 +76,7 @@ def test_what_the_user_told_in_short_is_read_again(meaning):
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    said = [("user", text) for text in TOLD]
+    said = [("user", text) for text in FACTS]
     said += [("user", "My hobby? " * 9), ("assistant", "I see. My sibling has a hobby, too.")]
     said += [("user", " ".join(f"The sibling {i} walks." for i in range(60)))]
     messages = [{"role": role, "content": text} for role, text in said]
@@ -85,16 +85,16 @@ def test_what_the_user_told_in_short_is_read_again(meaning):
     by_meaning = Recall(tokenizer, encode, 256, meaning=lambda: meaning)
     question = "Which medicine could make me ill?"
     assert not by_words.find(question, ids)
-    assert by_meaning.find(question, ids)[0].text == TOLD[3]
+    assert by_meaning.find(question, ids)[0].text == FACTS[3]
     kept = [KeptTokens(0, True, [np.arange(4)])]
     read = tokenizer.decode(by_meaning.read_again(encode(question), ids, kept, len(ids)))
     assert read.startswith("Earlier in this conversation:\n- ")
-    assert read.endswith(f"\n- {TOLD[3]}\n\n"), "the likeliest one is read last"
+    assert read.endswith(f"\n- {FACTS[3]}\n\n"), "the likeliest one is read last"
     assert len(by_meaning.passages) <= NEAREST
     # A text that tells asks for nothing, and words that suffice are not joined by others.
     assert not by_meaning.find("Some medicine made me ill.", ids)
-    found = by_meaning.find("Who keeps bees?", ids)
-    assert [one.text for one in found] == [TOLD[1]]
+    passages = by_meaning.find("Who keeps bees?", ids)
+    assert [one.text for one in passages] == [FACTS[1]]
 
 
 def test_pytorch_gives_rows_of_the_embedding_table():

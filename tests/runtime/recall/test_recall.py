@@ -100,9 +100,9 @@ def test_what_is_read_again_stays_within_the_limit(tokenizer, recall):
 def test_unknown_tokens_are_left_out(tokenizer, recall):
     ids = read(tokenizer)
     hidden = [-1] * 30 + ids[:40] + [-1] + ids[40:] + [-1] * 5
-    found = recall.search("harbour train gulls", hidden)
-    assert found
-    for one in found:
+    passages = recall.search("harbour train gulls", hidden)
+    assert passages
+    for one in passages:
         assert -1 not in hidden[slice(*one.span)]
         assert one.text == tokenizer.decode(hidden[slice(*one.span)])
 
@@ -145,16 +145,16 @@ def chat(tokenizer, *messages):
     return encode(tokenizer, text)
 
 
-@pytest.mark.parametrize("asked", ["one key", "four keys"])
-def test_four_facts_come_together_and_whole_if_one_was_evicted(tokenizer, recall, asked):
-    keys = KEYS[:1] * 4 if asked == "one key" else KEYS
+@pytest.mark.parametrize("number_of_keys", ["one key", "four keys"])
+def test_four_facts_come_together_and_whole_if_one_was_evicted(tokenizer, recall, number_of_keys):
+    keys = KEYS[:1] * 4 if number_of_keys == "one key" else KEYS
     facts = [f"The value of {key} is: {value}." for key, value in zip(keys, VALUES, strict=True)]
     rest = filler(Random(2))
     ids = chat(tokenizer, *(f"{' '.join(islice(rest, 12))} {fact} {next(rest)}" for fact in facts))
     question = encode(tokenizer, f"What are the values of {', '.join(dict.fromkeys(keys))}?")
     recall.limit = 200
     start = encode(tokenizer, "<|user|>").pop()
-    last = max(place for place, token in enumerate(ids[:-1]) if token == start)
+    last = max(index for index, token in enumerate(ids[:-1]) if token == start)
     held = [KeptTokens(0, True, [np.arange(last, len(ids))])]  # of one fact of four
     tokens = recall.read_again(question, ids, held, len(ids))
     assert [one.text.strip() for one in recall.passages] == facts  # in order, the newest last
@@ -169,13 +169,13 @@ def test_of_facts_that_contradict_each_other_the_newest_come_first_and_stand_las
     ids = chat(tokenizer, *(f"{' '.join(islice(rest, 9))} {fact} {next(rest)}" for fact in facts))
     recall.limit = 64
     recall.read_again(encode(tokenizer, "What is the value of red-fox?"), ids, NOTHING, len(ids))
-    found = [one.text.strip() for one in recall.passages]
-    assert 0 < len(found) < len(facts)
-    assert found == facts[-len(found) :]
+    texts = [one.text.strip() for one in recall.passages]
+    assert 0 < len(texts) < len(facts)
+    assert texts == facts[-len(texts) :]
 
 
 @pytest.mark.parametrize(
-    ("message", "found"),
+    ("message", "asks"),
     [
         ("Where does the harbour master keep the key?", True),
         ("Tell me where the harbour master keeps the key.", True),
@@ -185,17 +185,17 @@ def test_of_facts_that_contradict_each_other_the_newest_come_first_and_stand_las
         ("The harbour master keeps the key under a stone.", False),  # which would be an echo
     ],
 )
-def test_a_message_that_asks_nothing_brings_nothing(tokenizer, recall, message, found):
+def test_a_message_that_asks_nothing_brings_nothing(tokenizer, recall, message, asks):
     rest = filler(Random(4))
     ids = chat(tokenizer, *(f"{fact} {' '.join(islice(rest, 12))}" for fact in FACTS))
-    assert bool(recall.read_again(encode(tokenizer, message), ids, NOTHING, len(ids))) == found
+    assert bool(recall.read_again(encode(tokenizer, message), ids, NOTHING, len(ids))) == asks
 
 
 def test_a_question_that_follows_is_of_the_subject_of_the_one_before(tokenizer, recall):
     rest = filler(Random(3))
-    told = f"Zelda lives in Quito. Zelda works as a nurse. {' '.join(islice(rest, 40))}"
-    ids = chat(tokenizer, told, "Where does Zelda live?")
+    fact = f"Zelda lives in Quito. Zelda works as a nurse. {' '.join(islice(rest, 40))}"
+    ids = chat(tokenizer, fact, "Where does Zelda live?")
     recall.read_again(encode(tokenizer, "And her job?"), ids, NOTHING, len(ids))
     assert "nurse" in "".join(one.text for one in recall.passages)
-    recall.read_again(encode(tokenizer, "And her job?"), chat(tokenizer, told), NOTHING, 0)
+    recall.read_again(encode(tokenizer, "And her job?"), chat(tokenizer, fact), NOTHING, 0)
     assert not recall.passages

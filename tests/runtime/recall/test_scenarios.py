@@ -33,7 +33,7 @@ def surface(request: pytest.FixtureRequest, runtime: Any, tmp_path: Any) -> Iter
     made.close()
 
 
-def told(surface: Surface, fact: str = FACT, *, pin: bool = False) -> Surface:
+def with_fact(surface: Surface, fact: str = FACT, *, pin: bool = False) -> Surface:
     """Tell a fact, and go on for longer than a budget has slots."""
     surface.say(fact, pin=pin)
     surface.say(filler(400))
@@ -41,38 +41,38 @@ def told(surface: Surface, fact: str = FACT, *, pin: bool = False) -> Surface:
 
 
 def test_an_evicted_fact_is_recalled_for_its_question_alone(surface):
-    heard = told(surface).say(QUESTION)
-    assert "7421" in heard.text
+    answer = with_fact(surface).say(QUESTION)
+    assert "7421" in answer.text
     assert surface.read_again == READ_AGAIN
-    assert 0 < heard.recalled <= BUDGET // 2
-    assert heard.held <= BUDGET
-    assert heard.cap_bytes == surface.runtime.cap_bytes
+    assert 0 < answer.recalled <= BUDGET // 2
+    assert answer.held <= BUDGET
+    assert answer.cap_bytes == surface.runtime.cap_bytes
     assert surface.pinned == ""
     assert surface.say("Thank you.").recalled == 0
 
 
 @pytest.mark.parametrize(("most", "limit"), [("off", 0), ("60", 60), ("5000", BUDGET)])
 def test_no_more_is_recalled_than_was_said(surface, most, limit):
-    told(surface).recall(most)
-    heard = surface.say(QUESTION)
-    assert heard.recalled <= limit
-    assert bool(heard.recalled) == ("7421" in heard.text) == bool(limit)
+    with_fact(surface).recall(most)
+    answer = surface.say(QUESTION)
+    assert answer.recalled <= limit
+    assert bool(answer.recalled) == ("7421" in answer.text) == bool(limit)
     surface.recall("auto")
     surface.say(filler(400, 1))
     assert "7421" in surface.say(QUESTION).text
 
 
 def test_an_answer_given_again_recalls_the_same_and_once(surface):
-    heard, strip = told(surface).say(QUESTION), surface.strip
-    assert (surface.again(), surface.strip) == (heard, strip)
+    answer, strip = with_fact(surface).say(QUESTION), surface.strip
+    assert (surface.again(), surface.strip) == (answer, strip)
     surface.undo()
-    assert (surface.say(QUESTION), surface.strip) == (heard, strip)
+    assert (surface.say(QUESTION), surface.strip) == (answer, strip)
 
 
 def test_what_was_saved_goes_on_as_if_it_had_not_stopped(surface, runtime, tmp_path):
     other: Surface = type(surface)(runtime, tmp_path / "other")
     for one in (surface, other):
-        told(one).recall("60")
+        with_fact(one).recall("60")
         one.say(QUESTION)
         one.say(filler(250, 1))
     surface.restart()
@@ -82,9 +82,9 @@ def test_what_was_saved_goes_on_as_if_it_had_not_stopped(surface, runtime, tmp_p
 
 
 def test_a_forgotten_conversation_is_recalled_in_no_other(surface):
-    told(surface).say(QUESTION)
+    with_fact(surface).say(QUESTION)
     surface.forget()
-    told(surface, "Hello!")
+    with_fact(surface, "Hello!")
     assert surface.say(QUESTION).recalled == 0
     assert surface.read_again == ""
 
@@ -95,15 +95,15 @@ def test_slots_in_use_above_the_budget_wait_for_the_next_eviction(made, chat_mod
         chat_model, budget_tokens=48, block_size=16, device="cpu", evict_every=16
     )
     one: Surface = made(runtime, tmp_path)
-    heard, strip = one.say(PAIRS), one.strip
-    assert (heard.held, heard.waiting) == (48, 15)  # of 16 tokens the last is not read
-    assert (strip.held, strip.waiting, strip.evicted) == heard[2:5]
-    assert sum(heard[2:5]) == len(strip.tokens)
+    answer, strip = one.say(PAIRS), one.strip
+    assert (answer.held, answer.waiting) == (48, 15)  # of 16 tokens the last is not read
+    assert (strip.held, strip.waiting, strip.evicted) == answer[2:5]
+    assert sum(answer[2:5]) == len(strip.tokens)
     one.close()
 
 
 def test_what_is_pinned_stays(surface):
-    told(surface, pin=True)
+    with_fact(surface, pin=True)
     assert FACT in surface.pinned
     ((start, stop),) = surface.strip.pinned
     assert surface.holds(*range(start, stop))
@@ -112,7 +112,7 @@ def test_what_is_pinned_stays(surface):
 
 
 def test_a_pinned_question_is_pinned_around_what_is_recalled_for_it(surface):
-    told(surface).say(QUESTION, pin=True)
+    with_fact(surface).say(QUESTION, pin=True)
     surface.say(filler(250, 1))
     assert surface.read_again == READ_AGAIN
     assert QUESTION in surface.pinned

@@ -20,9 +20,9 @@ def passages(tokenizer, text, longest=LONGEST):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     pieces = [*map(TextPieces(tokenizer), ids)]
     assert "".join(pieces) == text
-    places = [0, *cuts(pieces, longest), len(ids)]
-    assert all(0 < b - a <= longest for a, b in pairwise(places))
-    return ["".join(pieces[a:b]) for a, b in pairwise(places)]
+    bounds = [0, *cuts(pieces, longest), len(ids)]
+    assert all(0 < b - a <= longest for a, b in pairwise(bounds))
+    return ["".join(pieces[a:b]) for a, b in pairwise(bounds)]
 
 
 @pytest.mark.parametrize("longest", [2 * LEAST, 48, LONGEST])
@@ -37,9 +37,9 @@ def test_no_passage_cuts_a_number_an_identifier_or_a_path(tokenizer, longest):
 
     words = [part for _ in range(200) for part in (word(), next(source))]
     text = " ".join(words)
-    found = passages(tokenizer, text, longest)
-    assert "".join(found) == text
-    assert [*re.findall(r"\S+", "\n".join(found))] == text.split()
+    parts = passages(tokenizer, text, longest)
+    assert "".join(parts) == text
+    assert [*re.findall(r"\S+", "\n".join(parts))] == text.split()
 
 
 ROWS = [f"| {i} | The price of the apple is {i * 37}.50 | Mr. Lee, no. {i} |\n" for i in range(9)]

@@ -44,6 +44,6 @@ def test_where_nobody_says_a_small_cap_has_a_small_index():
     assert RecallSettings.parse("off", cap=128 * mib).nbytes == 0
     assert RecallSettings.parse(served=True, cap=8 * mib).nbytes == mib
     assert RecallSettings.parse(store="2MiB", served=True).nbytes == 2 * mib
-    assert [index_bytes(asked, 128 * mib) for asked in (None, 0, "1MiB")] == [4 * mib, 0, mib]
+    assert [index_bytes(size, 128 * mib) for size in (None, 0, "1MiB")] == [4 * mib, 0, mib]
     with pytest.raises(ValueError, match="will not work"):
         index_bytes(4096)

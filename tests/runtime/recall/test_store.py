@@ -20,8 +20,8 @@ LINES = [
 
 def filled(*texts, limit=1 << 20):
     store = PassageStore(limit)
-    for place, text in enumerate([*LINES, *texts]):
-        store.add((100 * place, 100 * place + 90), text)
+    for index, text in enumerate([*LINES, *texts]):
+        store.add((100 * index, 100 * index + 90), text)
     return store
 
 

@@ -13,7 +13,7 @@ from toy_engine import BACKENDS
 @pytest.fixture(params=BACKENDS)
 def runtime(request: pytest.FixtureRequest, chat_model: str) -> Any:
     """Return a runtime of the test file's `SLOTS`, whose tokenizer has its `TEMPLATE`, if any."""
-    found = make.engine(request.param, chat_model, getattr(request.module, "SLOTS", 64))
+    made = make.engine(request.param, chat_model, getattr(request.module, "SLOTS", 64))
     if template := getattr(request.module, "TEMPLATE", None):
-        found.tokenizer = with_template(found.tokenizer, template)
-    return found
+        made.tokenizer = with_template(made.tokenizer, template)
+    return made

@@ -30,8 +30,8 @@ class Scripted(ToyDecoder):
     def run(self, ids: Any, seen: int, spans: Any) -> Any:
         super().run(ids, seen, spans)
         logits = np.zeros((1, self.vocabulary), np.float32)
-        if (place := seen + len(ids) - len(PROMPT)) >= 0:
-            logits[0, self.script[place]] = 1
+        if (index := seen + len(ids) - len(PROMPT)) >= 0:
+            logits[0, self.script[index]] = 1
         return logits
 
 
@@ -69,14 +69,14 @@ def begun(*listeners: Listener, in_batch: bool = False, **settings: Any) -> Simp
 
 def driven(one: SimpleNamespace, draws: bool) -> list[Step]:
     """Return all steps of an answer in a batch that reads its tokens, and draws where it may."""
-    found: list[Step] = []
+    steps: list[Step] = []
     sent: Any = None
     while True:
         try:
             step = one.steps.send(sent)
         except StopIteration:
-            return found
-        found.append(step)
+            return steps
+        steps.append(step)
         sent = None
         if step.token is not None:
             sent = one.loop.read(np.array([[step.token]]))

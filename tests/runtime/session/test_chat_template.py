@@ -82,17 +82,17 @@ def test_one_process_renders_all_and_is_replaced_if_it_ends():
 
 
 def test_threads_take_turns():
-    found = {}
+    texts = {}
 
     def ask(i: int) -> None:
-        found[i] = render_template("{{ x * 1000 }}", {"x": str(i)})
+        texts[i] = render_template("{{ x * 1000 }}", {"x": str(i)})
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {i: str(i) * 1000 for i in range(8)}
+    assert texts == {i: str(i) * 1000 for i in range(8)}
 
 
 @pytest.mark.slow

@@ -22,19 +22,19 @@ ODD = [BYTES[byte] for byte in (0x0A, 0x41, 0x80, 0x82, 0xA9, 0xAC, 0xC3, 0xE2, 
 def expected(tokenizer, names: list[str], *, special: bool = False) -> str:
     """The tokenizer's own decoding, but for runs of bytes that are no text: those as in Python."""
     ids = [tokenizer.token_to_id(name) for name in names]
-    runs, found, of_bytes = list[bytes](), list[str](), byte_tokens(tokenizer)
+    runs, pieces, of_bytes = list[bytes](), list[str](), byte_tokens(tokenizer)
     for name, token in zip(names, ids, strict=True):
         if token in of_bytes or name == OWN:
-            if found[-1:] != [OWN]:
-                found.append(OWN)
+            if pieces[-1:] != [OWN]:
+                pieces.append(OWN)
                 runs.append(b"")
             runs[-1] += of_bytes.get(token, OWN.encode())
         elif special or name not in SPECIAL:
-            found.append(name)
+            pieces.append(name)
     texts = [run.decode("utf-8", "replace") for run in runs]
     if not any("\ufffd" in text for text in texts):
         return str(tokenizer.decode(ids, not special))
-    text = tokenizer.decode([tokenizer.token_to_id(x) for x in found], not special)
+    text = tokenizer.decode([tokenizer.token_to_id(x) for x in pieces], not special)
     each = iter(texts)
     return re.sub(OWN, lambda _: next(each), text)
 
@@ -151,12 +151,12 @@ def test_prompt_and_answer_are_the_text_of_all_tokens(kind):
     """Of several texts that follow each other; with the texts of log probabilities."""
     session = session_of(ToyEngine(200, tokenizer=Wrapped(KNOWN[kind])))
     session.set_generation(max_new_tokens=99, logprobs=0)
-    asked = [
+    turns = [
         ("The capital:", " Pa+r"), ("  it is", "[a-z]"), ("\nb", "    a = 1"), ("b", "( [a-z]){3}"),
         (" ", " a"),
     ]  # fmt: skip
     written = ""
-    for prompt, regex in asked:
+    for prompt, regex in turns:
         session.set_generation(regex=regex)
         said = "".join(session.complete(prompt))
         assert re.fullmatch(regex, said)

@@ -118,14 +118,14 @@ def test_the_tokens_of_pieces_are_those_of_the_text(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encoding, "PIECE", 150)
-    tokenizer, found = make(), 0
+    tokenizer, count = make(), 0
     for seed in range(12):
         text = text_of(seed, 150 * seed)
         for special in (False, True):
             expected = tokenizer.encode(text, add_special_tokens=special).ids
             assert encode(tokenizer, text, special=special) == expected
-        found += len(cuts(tokenizer, text))
-    assert found > 40 if make in SPLIT else found == 0
+        count += len(cuts(tokenizer, text))
+    assert count > 40 if make in SPLIT else count == 0
 
 
 def test_a_text_is_cut_between_words_where_its_tokenizer_cuts_it(

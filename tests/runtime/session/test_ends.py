@@ -39,9 +39,9 @@ def tokenizer_of(template: str | None, eos: str | None = "</s>") -> Any:
     raw = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS + PLAIN)}, "<unk>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     raw.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in WORDS])
-    found = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", eos_token=eos)
-    found.chat_template = template
-    return found
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", eos_token=eos)
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def saved(folder: Path, generation: Any, config: Any = None, template: str = CHATML) -> str:
@@ -108,9 +108,9 @@ def test_an_answer_ends_at_the_token_that_no_settings_name(raw, tmp_path, monkey
 def test_the_plan_says_where_answers_end(tmp_path, capsys):
     where = saved(tmp_path, 7)
     assert run(["plan", where, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["end_tokens"]
+    planned = json.loads(capsys.readouterr().out)["end_tokens"]
     ends = [{"id": i, "text": WORDS[i]} for i in (7, 2, 3)]
-    assert found == ends
+    assert planned == ends
     assert run(["plan", where]) == 0
     assert "answers end at <|return|> (7), </s> (2), <|end|> (3)\n" in capsys.readouterr().out
     for file in ("tokenizer.json", "generation_config.json"):

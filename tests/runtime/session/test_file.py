@@ -44,9 +44,9 @@ MODELS = {family: tiny_model(family) for family in ("llama", "gemma2", "gemma3_t
 
 def read_on(session, ids):
     """Logits after a block and after every token of some steps."""
-    found = [session.loop.prefill(ids[:, :13])]
-    found += [session.loop.read(ids[:, i : i + 1]) for i in range(13, ids.shape[1])]
-    return torch.stack(found)
+    logits = [session.loop.prefill(ids[:, :13])]
+    logits += [session.loop.read(ids[:, i : i + 1]) for i in range(13, ids.shape[1])]
+    return torch.stack(logits)
 
 
 @pytest.mark.slow(keep=9)
@@ -185,10 +185,10 @@ def put(index, name, value):
 
 def fact(value, *keys):
     def change(tensors, facts):
-        place = facts
+        part = facts
         for key in keys[:-1]:
-            place = place[key]
-        place[keys[-1]] = value
+            part = part[key]
+        part[keys[-1]] = value
 
     return change
 

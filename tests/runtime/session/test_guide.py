@@ -99,14 +99,14 @@ def with_bytes() -> Tokenizer:
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     merges = [("{", '"'), ('"', ":"), ('"', ","), ('"', "}"), ("▁", "a")]
     model = models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    found = Tokenizer(model)
-    found.normalizer = normalizers.Replace(" ", "▁")
-    found.decoder = decoders.Sequence(
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    found.add_special_tokens([AddedToken(x, special=True) for x in ("<unk>", "<s>", "</s>")])
-    found.add_tokens([AddedToken("<tool_call>", normalized=False)])  # a text like any other
-    return found
+    tokenizer.add_special_tokens([AddedToken(x, special=True) for x in ("<unk>", "<s>", "</s>")])
+    tokenizer.add_tokens([AddedToken("<tool_call>", normalized=False)])  # a text like any other
+    return tokenizer
 
 
 TOKENIZERS = {
@@ -153,23 +153,23 @@ def test_every_text_fits_a_tricky_schema(name, tokenizer):
     assert ended > 2
 
 
-PLACE = {"properties": {"x": {"type": "integer"}}, "required": ["x"]}
+X_ALONE = {"properties": {"x": {"type": "integer"}}, "required": ["x"]}
 MORE = '{"x":1,"z":null}'
 OPEN: dict[str, tuple[Any, str, bool]] = {
-    "no other word": ({"type": "object", **PLACE}, MORE, False),
-    "others are welcome": ({**PLACE, "additionalProperties": True}, MORE, True),
-    "of one kind": ({**PLACE, "additionalProperties": {"type": "null"}}, MORE, True),
-    "a name is required that is not there": ({**PLACE, "required": ["x", "z"]}, MORE, True),
+    "no other word": ({"type": "object", **X_ALONE}, MORE, False),
+    "others are welcome": ({**X_ALONE, "additionalProperties": True}, MORE, True),
+    "of one kind": ({**X_ALONE, "additionalProperties": {"type": "null"}}, MORE, True),
+    "a name is required that is not there": ({**X_ALONE, "required": ["x", "z"]}, MORE, True),
     "any object": ({"type": "object"}, MORE, True),
     "no properties": ({"type": "object", "properties": {}}, MORE, False),
-    "one part": ({"allOf": [PLACE]}, MORE, False),
-    "two parts": ({"allOf": [PLACE, {"properties": {"y": {"type": "null"}}}]}, MORE, True),
+    "one part": ({"allOf": [X_ALONE]}, MORE, False),
+    "two parts": ({"allOf": [X_ALONE, {"properties": {"y": {"type": "null"}}}]}, MORE, True),
     "two parts, one by name": (
-        {"$defs": {"p": PLACE}, "properties": {"y": True}, "$ref": "#/$defs/p"}, MORE, True,
+        {"$defs": {"p": X_ALONE}, "properties": {"y": True}, "$ref": "#/$defs/p"}, MORE, True,
     ),
-    "one of two": ({"anyOf": [PLACE, {"properties": {"z": {"type": "null"}}}]}, MORE, False),
-    "a name": ({"$defs": {"a/ß": PLACE}, "$ref": "#/$defs/a~1%C3%9F"}, MORE, False),
-    "within": ({"type": "array", "items": PLACE}, f"[{MORE}]", False),
+    "one of two": ({"anyOf": [X_ALONE, {"properties": {"z": {"type": "null"}}}]}, MORE, False),
+    "a name": ({"$defs": {"a/ß": X_ALONE}, "$ref": "#/$defs/a~1%C3%9F"}, MORE, False),
+    "within": ({"type": "array", "items": X_ALONE}, f"[{MORE}]", False),
 }  # fmt: skip
 
 
@@ -196,33 +196,33 @@ def test_an_object_has_no_property_that_its_schema_does_not_name(name):
 
 def test_closed_objects_within_open_ones_are_found_where_a_schema_is():
     """A property may have the name of a keyword, and a constant may look like a schema."""
-    place = {"properties": {}}
-    shut = {**place, "additionalProperties": False}
+    open_ = {"properties": {}}
+    shut = {**open_, "additionalProperties": False}
     assert closed(
         {
             "properties": {
-                "format": place,
-                "uniqueItems": place,
-                "items": {"items": [place, place]},
+                "format": open_,
+                "uniqueItems": open_,
+                "items": {"items": [open_, open_]},
             },
-            "additionalProperties": place,
-            "const": place,
-            "default": place,
-            "$defs": {"a": place},
+            "additionalProperties": open_,
+            "const": open_,
+            "default": open_,
+            "$defs": {"a": open_},
             "title": 3,
             "required": "?",
         }
     ) == {
         "properties": {"format": shut, "uniqueItems": shut, "items": {"items": [shut, shut]}},
         "additionalProperties": shut,
-        "const": place,
-        "default": place,
+        "const": open_,
+        "default": open_,
         "$defs": {"a": shut},
         "title": 3,
         "required": "?",
     }
-    joined = {"allOf": [{"$ref": "#/$defs/a"}, {}], "$defs": {"a": {"items": place}, "b": place}}
-    assert closed(joined)["$defs"] == {"a": {"items": place}, "b": place}
+    joined = {"allOf": [{"$ref": "#/$defs/a"}, {}], "$defs": {"a": {"items": open_}, "b": open_}}
+    assert closed(joined)["$defs"] == {"a": {"items": open_}, "b": open_}
 
 
 @pytest.mark.parametrize("format", ["path", "password", "binary", "no such", *sorted(FORMATS)])
@@ -260,16 +260,16 @@ schemas = st.recursive(
             st.integers(0, 2),
         ),
         st.builds(
-            lambda found, count: {
+            lambda parts, count: {
                 "type": "object",
-                "properties": found,
-                "required": sorted(found)[:count],
+                "properties": parts,
+                "required": sorted(parts)[:count],
                 "additionalProperties": False,
             },
             st.dictionaries(names, inner, max_size=3),
             st.integers(0, 3),
         ),
-        st.builds(lambda found: {"anyOf": found}, st.lists(inner, min_size=1, max_size=3)),
+        st.builds(lambda parts: {"anyOf": parts}, st.lists(inner, min_size=1, max_size=3)),
     ),
     max_leaves=6,
 )
@@ -440,9 +440,9 @@ WRITTEN = {  # a text, and how much of it an answer may begin with
 
 def marked(*special: str) -> Any:
     """A tokenizer of which these marks are special tokens."""
-    found = Tokenizer.from_file(str(pocket.path() / "tokenizer.json"))
-    found.add_special_tokens([AddedToken(mark, special=True) for mark in special])
-    return Wrapped(found)
+    tokenizer = Tokenizer.from_file(str(pocket.path() / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in special])
+    return Wrapped(tokenizer)
 
 
 @pytest.mark.parametrize("special", [(), ("<tool_call>", "</tool_call>"), ("</think>",)])
@@ -460,10 +460,10 @@ def test_calls_fit_their_schema_and_what_is_around_them_is_free(name, special):
                 break
             assert guide.token(token) is None
             read.append(token)
-        found = tokenizer.backend_tokenizer.decode(read, skip_special_tokens=False)
+        written = tokenizer.backend_tokenizer.decode(read, skip_special_tokens=False)
         whole = text if part is None else part
-        assert whole.startswith(found)
-        assert len(found) >= len(whole) - 2  # tokens have several letters
+        assert whole.startswith(written)
+        assert len(written) >= len(whole) - 2  # tokens have several letters
         assert guide.allowed()[END] == (part is None)  # a call that is begun is written to its end
         guide.restart()
 

@@ -21,9 +21,9 @@ LONG = "Seven kinds of mosses survive the cold near Porto, and tall grasses attr
 
 @pytest.fixture
 def session(runtime):
-    found = session_of(runtime, "Be kind.")
-    list(found.send("Hi, I am Ada."))
-    return found
+    made = session_of(runtime, "Be kind.")
+    list(made.send("Hi, I am Ada."))
+    return made
 
 
 def goes_on(session: Any) -> None:
@@ -152,14 +152,14 @@ def test_refusals_are_the_calls(runtime):
 
 
 def test_what_was_said_since_the_call_is_taken_into_account(runtime):
-    late, plain = session_of(runtime), session_of(runtime)
-    streams = [late.send("One."), late.send("Two.")]
+    one, plain = session_of(runtime), session_of(runtime)
+    streams = [one.send("One."), one.send("Two.")]
     for stream in streams:
         list(stream)
     for text in ("One.", "Two."):
         list(plain.send(text))
-    assert late.messages == plain.messages
-    assert held(late) == held(plain)
+    assert one.messages == plain.messages
+    assert held(one) == held(plain)
 
 
 def test_an_answer_that_nobody_reads_on_ends_where_another_begins(runtime):

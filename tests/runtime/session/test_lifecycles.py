@@ -172,16 +172,16 @@ class Life(RuleBasedStateMachine):
             forgotten = turn.read_tokens > 0 or error == "Lost"
             assert "the message was not read and is taken back" in notice
         else:
-            asked = self.unanswered() if anew else [*self.said, *(new or [])]
+            questions = self.unanswered() if anew else [*self.said, *(new or [])]
             if pin:
-                self.pinned |= set(range(len(self.said), len(asked)))
+                self.pinned |= set(range(len(self.said), len(questions)))
             forgotten = turn.finish_reason == "error" or (
                 not whole and (anew or (not seen and bool(self.said)))
             )
             answer = self.other.messages[-1]["content"]
             assert answer.startswith(text)
             assert answer == text or error
-            self.said = [*asked, {"role": "assistant", "content": answer}]
+            self.said = [*questions, {"role": "assistant", "content": answer}]
         if forgotten:
             assert self.other.cache.seen == 0
             return
@@ -189,8 +189,8 @@ class Life(RuleBasedStateMachine):
             assert self.other._unread == self.other._written.tokens[-1:]
         if stopped and not whole:
             assert self.other.cache.seen == seen * (not anew) + turn.read_tokens
-            told = f"stopped after {turn.read_tokens:,} of {turn.prompt_tokens:,} tokens"
-            assert turn.read_tokens == 0 or notice == f"{told}; the rest was not read"
+            notice_of_stop = f"stopped after {turn.read_tokens:,} of {turn.prompt_tokens:,} tokens"
+            assert turn.read_tokens == 0 or notice == f"{notice_of_stop}; the rest was not read"
         elif not error:
             assert notice is None
             assert turn.evicted_tokens == self.other.stats.evicted_tokens - evicted
@@ -354,7 +354,7 @@ def attempt(
         if blocks is not None and done >= blocks * BLOCK:
             raise error
 
-    found, begun, model = list[str](), False, getattr(session.runtime, "model", None)
+    taken, begun, model = list[str](), False, getattr(session.runtime, "model", None)
     # The last layer fails, when others have read the token already.
     last = None if model is None else model.model.layers[-1]
     part = (session.loop, "read") if last is None else (getattr(last, "mlp", last), "forward")
@@ -363,16 +363,16 @@ def attempt(
         stream = call(session)
         begun = True
         with failing(session.loop, "blocks", error) if blocks == 0 else nullcontext():
-            found += islice(stream, pieces)
+            taken += islice(stream, pieces)
         if loses and pieces:
             with failing(*part, Lost):
-                found += stream
+                taken += stream
         stream.close()  # type: ignore[attr-defined]
     except (KvcapError, Lost, KeyboardInterrupt) as caught:
-        return not begun, found, type(caught).__name__
+        return not begun, taken, type(caught).__name__
     finally:
         session.on_block = None
-    return False, found, None
+    return False, taken, None
 
 
 @contextmanager
@@ -438,9 +438,9 @@ def runtime_of(
     if eviction.corrector is not None:
         kv_dtype = None  # it keeps evicted tokens beside the slots, which are not quantised then
     budget = 72 if policy == "full" else budget
-    found = around(model, eviction, budget, BLOCK, positions, every, kv_dtype=kv_dtype)
-    found.tokenizer = tokenizer
-    return found
+    made = around(model, eviction, budget, BLOCK, positions, every, kv_dtype=kv_dtype)
+    made.tokenizer = tokenizer
+    return made
 
 
 each_policy = pytest.mark.parametrize(

@@ -26,10 +26,10 @@ def test_they_are_those_of_the_models_own_distribution(runtime):
     given, plain = [], session.loop.read
 
     def read(ids: Any, need_logits: bool = True) -> Any:
-        found = plain(ids, need_logits)
+        logits_of_pass = plain(ids, need_logits)
         if need_logits:
-            given.append(np.array(found[0].tolist()))
-        return found
+            given.append(np.array(logits_of_pass[0].tolist()))
+        return logits_of_pass
 
     session.loop.read = read
     text = "".join(session.send("Hello!"))
@@ -79,10 +79,10 @@ def test_tokens_come_with_their_text_and_not_those_of_a_stop_string(runtime):
         assert len(said) - len(text) < max(map(len, tokens))
     assert text == whole[: whole.index(stop)]
     assert session.turn.stop_string == stop
-    told = [one.text for one in session.logprobs]
-    assert told[:-1] == tokens[: len(told) - 1]
-    assert "".join(told).endswith(text)
-    assert len("".join(told)) <= len(text) + 1  # some tokenizers begin a text with a space
+    texts = [one.text for one in session.logprobs]
+    assert texts[:-1] == tokens[: len(texts) - 1]
+    assert "".join(texts).endswith(text)
+    assert len("".join(texts)) <= len(text) + 1  # some tokenizers begin a text with a space
 
 
 def test_a_stop_string_that_only_the_end_of_the_answer_completes():
@@ -123,8 +123,8 @@ def test_a_special_token_can_be_a_stop_string(runtime):
             self.sampler, self.recipe = sampler, None
 
         def next(self, *given: Any) -> Any:
-            found = self.sampler.next(*given)
-            return found * 0 + special if found.item() == first else found
+            token = self.sampler.next(*given)
+            return token * 0 + special if token.item() == first else token
 
         def logprobs(self, *given: Any) -> Any:
             return self.sampler.logprobs(*given)
@@ -145,10 +145,10 @@ def test_texts_and_bytes_of_single_tokens():
     known = Tokenizer.from_file(str(pocket.path() / "tokenizer.json"))
     texts = TokenTexts(type("T", (), {"backend_tokenizer": known}))
     ids = known.encode("né 🙂!").ids
-    found = [texts.noted([(token, -1.0), (token, -math.inf)]) for token in ids]
-    assert b"".join(one.bytes for one in found).decode() == "né 🙂!"
-    assert "\ufffd" in "".join(one.text for one in found)  # a letter of several tokens
-    first = found[0].as_dict()
+    noted = [texts.noted([(token, -1.0), (token, -math.inf)]) for token in ids]
+    assert b"".join(one.bytes for one in noted).decode() == "né 🙂!"
+    assert "\ufffd" in "".join(one.text for one in noted)  # a letter of several tokens
+    first = noted[0].as_dict()
     assert first == {
         "token": "n",
         "logprob": -1.0,
@@ -169,19 +169,19 @@ def test_tokens_wait_for_their_text(lengths, cut, stopped):
         )
     )
     given: list[Logprob] = []
-    listener, place, ends = Logprobs(given, sampler, 0, texts, stream), 0, []  # type: ignore[arg-type]
+    listener, end, ends = Logprobs(given, sampler, 0, texts, stream), 0, []  # type: ignore[arg-type]
     for number, length in enumerate(lengths):
         stream.decoded += length
         listener.token(number, None)
-        ends.append((place, place + length))
-        place += length
+        ends.append((end, end + length))
+        end += length
     stream.stopped = "stop" if stopped else None
     listener.note(cut)
     expected = [i for i, (a, b) in enumerate(ends) if (a < cut if stopped else b <= cut)]
     assert [one.token for one in given] == expected
     text = "".join(one.text for one in given)
     assert b"".join(one.bytes for one in given).decode() == text
-    assert len(text) == (min(cut, place) if stopped else sum(lengths[: len(expected)]))
+    assert len(text) == (min(cut, end) if stopped else sum(lengths[: len(expected)]))
 
 
 def test_a_cut_token_has_whole_letters_alone():

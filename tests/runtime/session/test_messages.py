@@ -15,7 +15,7 @@ from kvcap.runtime.session.messages import ROLES, checked_messages, render, syst
 
 SLOTS = 400
 SYSTEM = {"role": "system", "content": "Be kind."}
-ASKED = {"role": "user", "content": "Who are you?"}
+QUESTION = {"role": "user", "content": "Who are you?"}
 ANSWERED = {"role": "assistant", "content": "I am Pocket."}
 AGAIN = {"role": "user", "content": "Say it again."}
 
@@ -28,14 +28,14 @@ def spelt(session: Any, messages: Any) -> str:
 
 def test_a_history_begins_a_conversation(runtime):
     session = session_of(runtime)
-    history = [SYSTEM, ASKED, ANSWERED, AGAIN]
+    history = [SYSTEM, QUESTION, ANSWERED, AGAIN]
     said = "".join(session.send(history))
     assert session.messages == [*history[1:], {"role": "assistant", "content": said}]
     assert session.system == "Be kind."
     assert held(session).startswith(spelt(session, history))
-    assert history == [SYSTEM, ASKED, ANSWERED, AGAIN]
+    assert history == [SYSTEM, QUESTION, ANSWERED, AGAIN]
     session.messages[0]["content"] = "else"  # the caller's own are not the session's
-    assert ASKED["content"] == "Who are you?"
+    assert QUESTION["content"] == "Who are you?"
 
 
 @pytest.mark.parametrize("text", ["\ud83d", "a" * 99 + "\ude42", "caf\udce9", "\ud83d\ude42"])
@@ -46,10 +46,10 @@ def test_what_is_no_letter_is_refused_and_changes_nothing(runtime, text):
     before = session.conversation
     for ask in (
         lambda: session.send(text),
-        lambda: session.send([ASKED, ANSWERED, {**ASKED, "content": text}]),
+        lambda: session.send([QUESTION, ANSWERED, {**QUESTION, "content": text}]),
         lambda: session.complete(text),
         lambda: session.encode(text),
-        lambda: session_of(runtime).send([{"role": "system", "content": text}, ASKED]),
+        lambda: session_of(runtime).send([{"role": "system", "content": text}, QUESTION]),
         lambda: session_of(runtime, text),
     ):
         with pytest.raises(MessagesInvalid, match="cannot be read: at letter") as refused:
@@ -63,11 +63,11 @@ def test_messages_are_added_to_a_conversation(runtime):
     session = session_of(runtime, "Be kind.")
     first = "".join(session.send("Hello!"))
     before = held(session)
-    list(session.send([ASKED, ANSWERED, AGAIN]))
-    assert session.messages[2:5] == [ASKED, ANSWERED, AGAIN]
+    list(session.send([QUESTION, ANSWERED, AGAIN]))
+    assert session.messages[2:5] == [QUESTION, ANSWERED, AGAIN]
     assert session.messages[1]["content"] == first
     read = held(session)[len(before) :]
-    assert spelt(session, [ASKED, ANSWERED, AGAIN]).removeprefix("<|bos|>") in read
+    assert spelt(session, [QUESTION, ANSWERED, AGAIN]).removeprefix("<|bos|>") in read
     assert read.count("Be kind.") == 0
     # A text is a list of one message.
     one, other = session_of(runtime), session_of(runtime)
@@ -79,7 +79,7 @@ def test_messages_are_added_to_a_conversation(runtime):
 
 def test_all_messages_that_are_given_are_pinned(runtime):
     session = session_of(runtime)
-    list(session.send([SYSTEM, ASKED, ANSWERED, AGAIN], pin=True))
+    list(session.send([SYSTEM, QUESTION, ANSWERED, AGAIN], pin=True))
     assert session.pinned == {0, 1, 2}
     assert session.pin_system
     prompt = session.turn.prompt_tokens
@@ -92,7 +92,7 @@ def test_all_messages_that_are_given_are_pinned(runtime):
     assert session.undo() == "And now?"
     assert session.undo() == "Say it again."
     assert session.pinned == {0, 1}
-    assert session.messages == [ASKED, ANSWERED]
+    assert session.messages == [QUESTION, ANSWERED]
 
 
 @pytest.mark.parametrize(
@@ -101,19 +101,23 @@ def test_all_messages_that_are_given_are_pinned(runtime):
         (None, MessagesInvalid, "a NoneType was given"),
         (3, MessagesInvalid, "a int was given"),
         (b"Hi", MessagesInvalid, "a bytes was given"),
-        (ASKED, MessagesInvalid, "a dict was given; give a text, or a list"),
+        (QUESTION, MessagesInvalid, "a dict was given; give a text, or a list"),
         ([], EmptyPrompt, "there are no messages"),
         (["Hi"], MessagesInvalid, "message 0 is a str"),
         ([{"content": "Hi"}], MessagesInvalid, "message 0 has no 'role'"),
         ([{"role": "user"}], MessagesInvalid, "message 0 has no 'content'"),
         ([{"role": "cat", "content": "Hi"}], MessagesInvalid, "role 'cat'; use system, user"),
         ([{"role": ["user"], "content": "Hi"}], MessagesInvalid, "has role"),
-        ([ASKED, {"role": "user", "content": None}], MessagesInvalid, "of message 1 is a NoneType"),
+        (
+            [QUESTION, {"role": "user", "content": None}],
+            MessagesInvalid,
+            "of message 1 is a NoneType",
+        ),
         ([{"role": "user", "content": [{"type": "text"}]}], MessagesInvalid, "is a list"),
-        ([{**ASKED, "tool_calls": [1]}], MessagesInvalid, "has 'tool_calls'"),
-        ([ASKED, ANSWERED], MessagesInvalid, "the last message is of the assistant"),
+        ([{**QUESTION, "tool_calls": [1]}], MessagesInvalid, "has 'tool_calls'"),
+        ([QUESTION, ANSWERED], MessagesInvalid, "the last message is of the assistant"),
         ([{**SYSTEM, "content": " "}], EmptyPrompt, "the message is empty"),
-        ([ASKED, {"role": "user", "content": " "}], EmptyPrompt, "the message is empty"),
+        ([QUESTION, {"role": "user", "content": " "}], EmptyPrompt, "the message is empty"),
     ],
 )
 def test_what_is_no_message_is_refused_by_the_call(runtime, said, error, says):
@@ -127,12 +131,12 @@ def test_a_system_prompt_begins_a_conversation(runtime):
     session = session_of(runtime)
     list(session.complete("Once"))
     with pytest.raises(MessagesInvalid, match="behind a text that was continued"):
-        session.send([SYSTEM, ASKED])
+        session.send([SYSTEM, QUESTION])
     session.clear()
-    list(session.send([SYSTEM, {**ASKED, "name": None, "tool_calls": []}]))
-    assert session.messages[0] == ASKED
+    list(session.send([SYSTEM, {**QUESTION, "name": None, "tool_calls": []}]))
+    assert session.messages[0] == QUESTION
     with pytest.raises(MessagesInvalid, match="a list was given"):
-        session.complete([ASKED])  # type: ignore[arg-type]
+        session.complete([QUESTION])  # type: ignore[arg-type]
 
 
 LATER = {"role": "system", "content": "Be brief from here on."}
@@ -148,7 +152,7 @@ NAMED = FIRST_ONLY.replace("{{ m.role }}:", "{{ m.name or m.role }}:")
 def test_later_messages_of_the_system_are_read_as_the_template_writes_them(runtime, first):
     """Twice at the beginning, amid a history, and in a conversation that goes on."""
     session = session_of(runtime)
-    history = [*first, LATER, ASKED, ANSWERED, LATER, AGAIN]
+    history = [*first, LATER, QUESTION, ANSWERED, LATER, AGAIN]
     list(session.send(history))
     assert held(session).startswith(spelt(session, history))
     list(session.send([SYSTEM, AGAIN]))
@@ -162,7 +166,7 @@ def test_a_later_message_of_the_system_is_refused_where_the_template_leaves_it_o
 ):
     monkeypatch.setattr(runtime, "tokenizer", with_template(runtime.tokenizer, FIRST_ONLY))
     session = session_of(runtime)
-    list(session.send([SYSTEM, ASKED]))
+    list(session.send([SYSTEM, QUESTION]))
     before = list(session.messages)
     with pytest.raises(
         ChatTemplateMissing, match=f"system says .*, {LATER['content'][:40]!r}; say"
@@ -174,7 +178,7 @@ def test_a_later_message_of_the_system_is_refused_where_the_template_leaves_it_o
 def test_the_template_is_given_the_name_of_who_speaks(runtime, monkeypatch):
     monkeypatch.setattr(runtime, "tokenizer", with_template(runtime.tokenizer, NAMED))
     session = session_of(runtime)
-    list(session.send([{**ASKED, "name": "Ada"}]))
+    list(session.send([{**QUESTION, "name": "Ada"}]))
     assert held(session).startswith("Ada: Who are you?\nassistant: ")
 
 
@@ -192,13 +196,13 @@ odd = st.recursive(
 @given(odd)
 def test_whatever_is_given_is_messages_or_refused_by_name(said):
     try:
-        found = checked_messages(said)
+        messages = checked_messages(said)
     except KvcapError:
         pass
     else:
-        assert found[-1]["role"] == "user"
-        assert all(set(one) == {"role", "content"} for one in found)
-        assert all(type(one["content"]) is str for one in found)
+        assert messages[-1]["role"] == "user"
+        assert all(set(one) == {"role", "content"} for one in messages)
+        assert all(type(one["content"]) is str for one in messages)
 
 
 @pytest.mark.parametrize("template", [None, "trimmed"])

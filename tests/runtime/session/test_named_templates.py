@@ -101,14 +101,14 @@ def test_a_file_is_a_template_and_what_fails_is_refused_at_once(tmp_path):
 
 def test_the_command_line_takes_a_template_for_a_model_without(tmp_path, capsys):
     model = save(tmp_path / "model", template=False)
-    asked = ["generate", model, "Hello!", "--max-new-tokens", "2", "--quiet"]
-    assert run(asked) == 2
+    command = ["generate", model, "Hello!", "--max-new-tokens", "2", "--quiet"]
+    assert run(command) == 2
     assert "--chat-template" in capsys.readouterr().err
     with pytest.warns(UserWarning, match="no token of this model"):
-        assert run([*asked, "--chat-template", "chatml"]) == 0
-    assert run([*asked, "--chat-template", "no-such"]) == 2
+        assert run([*command, "--chat-template", "chatml"]) == 0
+    assert run([*command, "--chat-template", "no-such"]) == 2
     assert "neither a file nor one of" in capsys.readouterr().err
-    assert run([*asked, "--raw", "--chat-template", "chatml"]) == 2
+    assert run([*command, "--raw", "--chat-template", "chatml"]) == 2
     assert "leave --raw out" in capsys.readouterr().err
 
 

@@ -36,7 +36,7 @@ def reads_by_text(session, single, pieces):
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "top_k": 20}])
 def test_the_answer_is_the_same_and_the_next_token_is_read_before_its_text(runtime, settings):
-    found = []
+    outcomes = []
     for asynchronous in (False, True):
         session, single = answering(runtime, asynchronous, **settings)
         for tokens, reads in reads_by_text(session, single, session.send(SAID)):
@@ -45,8 +45,8 @@ def test_the_answer_is_the_same_and_the_next_token_is_read_before_its_text(runti
             assert reads == tokens - (not ahead)
         assert session.turn.completion_tokens == TOKENS
         assert len(single) == TOKENS - 1
-        found.append((session.messages, session.read[:], session.cache.seen))
-    assert found[0] == found[1]
+        outcomes.append((session.messages, session.read[:], session.cache.seen))
+    assert outcomes[0] == outcomes[1]
 
 
 @pytest.mark.parametrize("settings", [
@@ -54,13 +54,13 @@ def test_the_answer_is_the_same_and_the_next_token_is_read_before_its_text(runti
 ])  # fmt: skip
 def test_nothing_is_read_ahead_where_more_is_asked_of_a_token(runtime, settings):
     session, single = answering(runtime, **settings)
-    told = reads_by_text(session, single, session.send(SAID))
-    assert told
-    assert all(reads == tokens - 1 for tokens, reads in told)
+    counts = reads_by_text(session, single, session.send(SAID))
+    assert counts
+    assert all(reads == tokens - 1 for tokens, reads in counts)
 
 
 def test_an_answer_that_is_stopped_goes_on_as_if_nothing_had_been_read_ahead(runtime):
-    found = []
+    outcomes = []
     for asynchronous in (False, True):
         session, single = answering(runtime, asynchronous)
         pieces = session.send(SAID)
@@ -70,8 +70,8 @@ def test_an_answer_that_is_stopped_goes_on_as_if_nothing_had_been_read_ahead(run
         assert len(single) == session.turn.completion_tokens - (not asynchronous)
         session.set_generation(max_new_tokens=1)  # which is not read
         list(session.send("And I am Bob."))
-        found.append((session.messages[:-1], session.read[:]))
-    assert found[0] == found[1]
+        outcomes.append((session.messages[:-1], session.read[:]))
+    assert outcomes[0] == outcomes[1]
 
 
 def test_text_is_given_before_the_error_of_the_token_behind_it(runtime):
@@ -87,7 +87,7 @@ def test_text_is_given_before_the_error_of_the_token_behind_it(runtime):
 
 
 def test_a_session_joins_others_with_a_token_that_is_read_already(runtime):
-    found = []
+    outcomes = []
     for together in (False, True):
         session, single = answering(runtime)
         pieces = session.send(SAID)
@@ -100,5 +100,5 @@ def test_a_session_joins_others_with_a_token_that_is_read_already(runtime):
             text += [piece for one, piece in batch if one is session]
         else:
             text += pieces
-        found.append(("".join(text), session.cache.seen, session.turn.completion_tokens))
-    assert found[0] == found[1]
+        outcomes.append(("".join(text), session.cache.seen, session.turn.completion_tokens))
+    assert outcomes[0] == outcomes[1]

@@ -21,7 +21,7 @@ def say(session, text, **options):
     return "".join(session.send(text, **options))
 
 
-def told(runtime, turns=5):
+def with_fact(runtime, turns=5):
     """Return a conversation that has evicted a fact."""
     session = runtime.session(seed=0)
     session.set_generation(max_new_tokens=24)
@@ -32,7 +32,7 @@ def told(runtime, turns=5):
 
 
 def test_the_cap_holds_while_text_is_recalled_and_pinned_with_the_question_alone(runtime):
-    session = told(runtime)
+    session = with_fact(runtime)
     assert session.recall.limit == BUDGET // 2
     cache, cap = session.cache, runtime.cap_bytes
     nbytes, pinned = cache.nbytes, []
@@ -43,13 +43,13 @@ def test_the_cap_holds_while_text_is_recalled_and_pinned_with_the_question_alone
     ((start, stop),) = session.recall.spans
     turn = session.turn
     assert turn.read_tokens == turn.prompt_tokens > turn.recalled_tokens == stop - start
-    asked = start, turn.reused_tokens + turn.prompt_tokens
-    assert all(spans == [asked] for spans in pinned)
+    question = start, turn.reused_tokens + turn.prompt_tokens
+    assert all(spans == [question] for spans in pinned)
     assert not cache.pinned_spans
 
 
 def test_a_question_without_slots_is_evicted_before_what_was_recalled_for_it(runtime):
-    session = told(runtime)
+    session = with_fact(runtime)
     say(session, filler(160), pin=True)
     session.recall.limit = 64
     answer = session.send(QUESTION + " " + " ".join(WORDS) * 4)
@@ -72,8 +72,8 @@ def test_a_question_within_a_long_message_is_preceded_by_what_was_evicted_of_it(
 @pytest.mark.parametrize("reason", ["held", "no such word", "never evicts"])
 def test_nothing_is_recalled_without_need(runtime, reason):
     question = QUESTION
-    session = told(runtime, turns=0 if reason == "held" else 5)
-    expected = told(runtime, turns=0 if reason == "held" else 5)
+    session = with_fact(runtime, turns=0 if reason == "held" else 5)
+    expected = with_fact(runtime, turns=0 if reason == "held" else 5)
     expected.recall.limit = 0
     if reason == "no such word":
         question = "Bonjour, zebra!"
@@ -88,15 +88,15 @@ def test_nothing_is_recalled_without_need(runtime, reason):
 
 
 def test_what_was_recalled_is_no_text_of_the_conversation(runtime):
-    session = told(runtime)
+    session = with_fact(runtime)
     for turn in range(4):
         say(session, QUESTION)
         say(session, filler(150, seed=9 + turn))
-    found = session.search("secret code vault earlier conversation")
-    assert len(found) > 1
+    passages = session.search("secret code vault earlier conversation")
+    assert len(passages) > 1
     for start, stop in session.recall.spans:
-        assert all(one.span[1] <= start or stop <= one.span[0] for one in found)
-    assert not any("Earlier in this" in one.text for one in found)
+        assert all(one.span[1] <= start or stop <= one.span[0] for one in passages)
+    assert not any("Earlier in this" in one.text for one in passages)
 
 
 def test_words_of_two_messages_stay_two_words(runtime):
@@ -104,13 +104,13 @@ def test_words_of_two_messages_stay_two_words(runtime):
     session.set_generation(max_new_tokens=1)
     for text in ("The door is 77", "Apples grow here", filler(400)):
         say(session, text)
-    (found,) = session.search("77")
-    assert found.text == "The door is 77"
+    (passage,) = session.search("77")
+    assert passage.text == "The door is 77"
 
 
 def test_a_session_recalls_in_the_bytes_that_were_planned(runtime):
-    for asked, planned in ((None, 8 << 20), ("1MiB", 1 << 20), (0, 0)):
-        other = kvcap.Runtime.from_pretrained("pocket", "streaming_llm", recall_store=asked)
+    for size, planned in ((None, 8 << 20), ("1MiB", 1 << 20), (0, 0)):
+        other = kvcap.Runtime.from_pretrained("pocket", "streaming_llm", recall_store=size)
         assert other.plan.recall_store == planned
         for one in (other, other.with_budget(300), other.with_policy_name("knorm", {})):
             session = one.session()
@@ -121,7 +121,7 @@ def test_a_session_recalls_in_the_bytes_that_were_planned(runtime):
 
 
 def test_a_file_whose_recalled_tokens_cannot_be_is_refused(runtime, tmp_path):
-    session = told(runtime)
+    session = with_fact(runtime)
     session.recall.spans = [(9, 4)]
     session.save(tmp_path / "one")
     with pytest.raises(SessionFileCorrupt, match="end before they begin"):
@@ -129,7 +129,7 @@ def test_a_file_whose_recalled_tokens_cannot_be_is_refused(runtime, tmp_path):
 
 
 def test_stopping_while_recalled_text_is_read_leaves_a_conversation_that_goes_on(runtime):
-    session = told(runtime)
+    session = with_fact(runtime)
 
     def stop(done, total):
         raise KeyboardInterrupt
@@ -154,7 +154,7 @@ def test_a_raw_text_is_read_as_it_is_unless_recall_is_asked_for(runtime):
 
 
 def test_a_pinned_message_that_leaves_no_slots_for_recalled_text_is_pinned_where_it_lies(runtime):
-    session = told(runtime)
+    session = with_fact(runtime)
     text = f"{filler(205)}\n\n{QUESTION}"
     say(session, text, pin=True)
     assert session.turn.recalled_tokens
@@ -165,7 +165,7 @@ def test_a_pinned_message_that_leaves_no_slots_for_recalled_text_is_pinned_where
 
 
 def test_a_conversation_saved_within_an_answer_pins_nothing_that_was_recalled(runtime, tmp_path):
-    session = told(runtime)
+    session = with_fact(runtime)
     answer = session.send(QUESTION)
     next(answer)
     assert session.cache.pinned_spans

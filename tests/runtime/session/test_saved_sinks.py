@@ -32,21 +32,21 @@ def saved(folder: Path, sinks: int | None, tokens: Any, policy: str = "keydiff")
     return session
 
 
-@pytest.mark.parametrize(("before", "asked", "policy", "budget", "after"), [
+@pytest.mark.parametrize(("before", "given", "policy", "budget", "after"), [
     (0, None, "keydiff", BUDGET, 0),  # of an earlier version, which pinned none
     (None, None, "keydiff", BUDGET, 4), (2, None, "keydiff", BUDGET, 2),
     (0, 4, "keydiff", BUDGET, 4), (None, 0, "keydiff", BUDGET, 0), (2, 0, "keydiff", BUDGET, 0),
     (0, None, "knorm", BUDGET, 4), (None, None, "keydiff", 16, 4), (None, None, "keydiff", 3, 3),
 ])  # fmt: skip
-def test_how_many_are_pinned_after_loading(before, asked, policy, budget, after, tokens, tmp_path):
+def test_how_many_are_pinned_after_loading(before, given, policy, budget, after, tokens, tmp_path):
     session = saved(tmp_path, before, tokens)
-    found = Session.load(runtime(asked, policy, budget), tmp_path / "s")
-    assert found.cache.sinks == after
-    assert found.cache.seen == 60
+    loaded = Session.load(runtime(given, policy, budget), tmp_path / "s")
+    assert loaded.cache.sinks == after
+    assert loaded.cache.seen == 60
     if (policy, budget, after) == ("keydiff", BUDGET, session.cache.sinks):  # to the bit
         more = tokens(9, seed=3)
-        assert torch.equal(found.loop.prefill(more), session.loop.prefill(more))
-        assert found.cache.kept_tokens()[0].heads[0].equal(session.cache.kept_tokens()[0].heads[0])
+        assert torch.equal(loaded.loop.prefill(more), session.loop.prefill(more))
+        assert loaded.cache.kept_tokens()[0].heads[0].equal(session.cache.kept_tokens()[0].heads[0])
 
 
 def test_a_cleared_conversation_has_the_usual_ones(tokens, tmp_path):

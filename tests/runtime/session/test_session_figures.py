@@ -50,9 +50,9 @@ def test_no_figures_of_an_answer_that_never_was(runtime, capsys):
     assert set(refused["timing"].values()) == {None}
     assert session.stats.turn is None
     session.on_full = "evict"
-    told = shown(session, capsys, "Hi.")
-    assert told["finish_reason"] == "length"
-    assert min(told["timing"].values()) > 0
+    document = shown(session, capsys, "Hi.")
+    assert document["finish_reason"] == "length"
+    assert min(document["timing"].values()) > 0
     last = session.turn
     session.on_full = "error"
     shown(session, capsys, LONG)
@@ -83,9 +83,9 @@ def test_a_budget_that_is_advised_is_enough(runtime, on_full, limit):
         with pytest.raises(MemoryCapExceeded, match=says) as caught:
             say(budget)
         assert "on_full" not in str(caught.value)
-        (found,) = re.findall(r"raise the budget to (\d+),", str(caught.value))
-        assert int(found) == length + limit
-        enough = say(int(found))
+        (advised,) = re.findall(r"raise the budget to (\d+),", str(caught.value))
+        assert int(advised) == length + limit
+        enough = say(int(advised))
         assert enough.turn.finish_reason == "length"
         assert enough.stats.evicted_tokens == 0
 
@@ -96,8 +96,8 @@ def test_a_policy_that_never_evicts_advises_a_budget_that_is_enough(torch_runtim
     session.set_generation(max_new_tokens=40)
     with pytest.raises(MemoryCapExceeded, match="policy 'full' never evicts: 24 of 24") as caught:
         list(session.send("Hi."))
-    (found,) = re.findall(r"raise the budget to (\d+),", str(caught.value))
-    session = session_of(full, budget=int(found))
+    (advised,) = re.findall(r"raise the budget to (\d+),", str(caught.value))
+    session = session_of(full, budget=int(advised))
     session.set_generation(max_new_tokens=40)
     list(session.send("Hi."))
     assert session.turn.finish_reason == "length"
@@ -109,9 +109,9 @@ def test_unequal_heads_are_advised_a_budget_for_the_smallest(torch_runtime):
     session.on_full = "error"
     with pytest.raises(MemoryCapExceeded) as caught:
         session.send(LONG[:170])
-    (found,) = re.findall(r"raise the budget to (\d+),", str(caught.value))
-    assert int(found) > 200  # the smallest layer gets less than a sixth of what is added
-    session = session_of(runtime, budget=int(found))
+    (advised,) = re.findall(r"raise the budget to (\d+),", str(caught.value))
+    assert int(advised) > 200  # the smallest layer gets less than a sixth of what is added
+    session = session_of(runtime, budget=int(advised))
     session.on_full = "error"
     list(session.send(LONG[:170]))
     assert session.stats.evicted_tokens == 0

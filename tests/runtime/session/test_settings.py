@@ -91,11 +91,13 @@ def test_a_repetition_penalty_changes_an_answer(runtime):
         count = session.turn.prompt_tokens
         return text, session.read[:count], session.read[count : session.cache.seen]
 
-    _, asked, answered = said(1000.0)
-    assert len({*asked, *answered}) == len(set(asked)) + len(answered)  # no token comes twice
-    text, asked, answered = said(0.001)
+    _, prompt_ids, answered = said(1000.0)
+    assert len({*prompt_ids, *answered}) == len(set(prompt_ids)) + len(
+        answered
+    )  # no token comes twice
+    text, prompt_ids, answered = said(0.001)
     assert text != plain
-    assert set(answered) <= set(asked)
+    assert set(answered) <= set(prompt_ids)
     assert said(None)[0] == plain
 
 
@@ -167,8 +169,8 @@ def test_settings_that_are_not_read_are_named():
         sampling.Sampler(GenerationConfig(), torch.Generator())
         config = GenerationConfig(no_repeat_ngram_size=3, typical_p=0.9, max_length=99)
         sampling.Sampler(config, torch.Generator())
-    (told,) = [str(one.message) for one in caught]
-    assert "no_repeat_ngram_size=3, typical_p=0.9; answers are drawn as if" in told
+    (warning,) = [str(one.message) for one in caught]
+    assert "no_repeat_ngram_size=3, typical_p=0.9; answers are drawn as if" in warning
 
 
 INF = float("inf")

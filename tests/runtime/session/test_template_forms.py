@@ -35,10 +35,10 @@ def in_parts(name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def reference(name: str, messages: list[dict[str, Any]]) -> str:
-    found: str = with_template(TOKENIZER, TEMPLATES[name]).apply_chat_template(
+    text: str = with_template(TOKENIZER, TEMPLATES[name]).apply_chat_template(
         in_parts(name, messages), tokenize=False, add_generation_prompt=True
     )
-    return found
+    return text
 
 
 texts = st.text(min_size=1, max_size=12).filter(lambda x: x.strip())
@@ -70,10 +70,10 @@ def test_conversations_are_written_as_transformers_writes_them(system, turns, la
 def test_sessions_read_what_the_user_says(runtime, name):
     runtime.tokenizer = with_template(runtime.tokenizer, TEMPLATES[name])
     session = session_of(runtime)
-    asked = {"role": "user", "content": "Who are you?"}
-    list(session.send([SYSTEM, asked]))
+    question = {"role": "user", "content": "Who are you?"}
+    list(session.send([SYSTEM, question]))
     answer = session.messages[-1]["content"]
-    read = reference(name, [SYSTEM, asked])
+    read = reference(name, [SYSTEM, question])
     assert held(session).startswith(read)
     assert all(text in read for text in ("Be kind.", "Who are you?"))
     list(session.send("And now?"))
@@ -93,11 +93,11 @@ def test_a_template_that_leaves_out_what_the_user_says_is_refused(template):
 
 
 def test_a_form_is_found_out_once(monkeypatch):
-    asked = []
+    requests = []
     plain = chat_template._Renderer.ask
 
     def ask(self: Any, request: bytes) -> dict[str, str]:
-        asked.append(request)
+        requests.append(request)
         return plain(self, request)
 
     monkeypatch.setattr(chat_template._Renderer, "ask", ask)
@@ -105,9 +105,9 @@ def test_a_form_is_found_out_once(monkeypatch):
         tokenizer = with_template(TOKENIZER, TEMPLATES[name] + "{# once #}")
         counts = []
         for text in ("Hi.", "Ho."):
-            asked.clear()
+            requests.clear()
             render(tokenizer, [{"role": "user", "content": text}])
-            counts.append(len(asked))
+            counts.append(len(requests))
         assert counts == [first, 1]
 
 

@@ -25,10 +25,10 @@ def session_with(runtime: Any, name: str) -> Any:
 
 
 def reference(name: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-    found: str = with_template(TOKENIZER, THINKING[name]).apply_chat_template(
+    text: str = with_template(TOKENIZER, THINKING[name]).apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True, **options
     )
-    return found
+    return text
 
 
 @pytest.mark.parametrize("name", THINKING)
@@ -36,16 +36,16 @@ def reference(name: str, messages: list[dict[str, Any]], options: dict[str, Any]
 def test_options_are_passed_on_as_by_transformers(runtime, name, options):
     session = session_with(runtime, name)
     session.set_generation(template_options=options)
-    asked = {"role": "user", "content": "Hello!"}
-    list(session.send([asked]))
-    assert held(session).startswith(reference(name, [asked], options))
+    question = {"role": "user", "content": "Hello!"}
+    list(session.send([question]))
+    assert held(session).startswith(reference(name, [question], options))
     session.cache.reset()
     list(session.regenerate())
-    assert held(session).startswith(reference(name, [asked], options))
+    assert held(session).startswith(reference(name, [question], options))
     session.set_generation(template_options=None)
     session.clear()
-    list(session.send([asked]))
-    assert held(session).startswith(reference(name, [asked], {}))
+    list(session.send([question]))
+    assert held(session).startswith(reference(name, [question], {}))
 
 
 @pytest.mark.parametrize("name", THINKING)

@@ -57,7 +57,7 @@ def test_a_budget_must_leave_room_for_the_answer(runtime):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said", "found"),
+    ("prompt", "said", "expected"),
     [
         ("", "<think>\nTwo", (1, None)),
         ("", "<think>a b</think>c", (1, "a b</think>")),
@@ -66,7 +66,7 @@ def test_a_budget_must_leave_room_for_the_answer(runtime):
         ("", "a<think>b</think>", (0, None)),
     ],
 )
-def test_thoughts_are_found_at_the_begin_of_an_answer(prompt, said, found):
+def test_thoughts_are_found_at_the_begin_of_an_answer(prompt, said, expected):
     tokenizer = ToyEngine(64).tokenizer
     opened, closed = [], []
     before = encode_with(tokenizer, prompt, follows=True)
@@ -76,7 +76,7 @@ def test_thoughts_are_found_at_the_begin_of_an_answer(prompt, said, found):
         thoughts.token(token, None)
     spans = zip(opened, closed, strict=False)
     texts = [tokenizer.backend_tokenizer.decode(ids[a:b]) for a, b in spans]
-    assert (len(opened), texts[0] if texts else None) == found
+    assert (len(opened), texts[0] if texts else None) == expected
     thoughts.finish()
     assert len(closed) == len(opened)
 

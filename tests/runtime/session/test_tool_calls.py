@@ -68,11 +68,11 @@ def test_tools_are_read_once_and_their_results_behind_the_answer(runtime):
 def test_calls_of_earlier_answers_are_read(runtime):
     session = session_of(runtime)
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}, "id": "x1"}
-    asked = {"role": "user", "content": "What is 1 and 1?"}
+    question = {"role": "user", "content": "What is 1 and 1?"}
     answered = {"role": "assistant", "content": None, "tool_calls": [call]}
-    list(session.send([asked, answered, {"role": "tool", "content": "2"}], tools=[ADD]))
-    told = '<|assistant|><tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|end|>'
-    assert told in held(session)
+    list(session.send([question, answered, {"role": "tool", "content": "2"}], tools=[ADD]))
+    written = '<|assistant|><tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|end|>'
+    assert written in held(session)
     call["function"]["arguments"] = "changed later"
     assert session.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert session.messages[1]["content"] == ""
@@ -117,7 +117,7 @@ def test_calls_that_cannot_be_read_are_refused(runtime, calls):
         session_of(runtime).send(said)
 
 
-TOLD = {
+WITHOUT_TOOLS = {
     "system": PLAIN["text"],
     "no system": PLAIN["text"].replace("<|{{ m.role }}|>", "{% if m.role in ('system', 'tool') %}"
     "{{ raise_exception('no such role') }}{% endif %}<|{{ m.role }}|>"),
@@ -128,12 +128,12 @@ TOLD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("name", WITHOUT_TOOLS)
 @pytest.mark.parametrize("system", [None, "Be kind."])
 def test_a_model_is_told_of_tools_that_its_template_does_not_write(runtime, name, system):
     """Calls and their results are texts, and the conversation goes on without being read again."""
     pytest.importorskip("llguidance")
-    runtime.tokenizer.chat_template = TOLD[name]
+    runtime.tokenizer.chat_template = WITHOUT_TOOLS[name]
     assert ChatWriter(runtime.tokenizer, [ADD]).calls_are_marked
     if name == "no system" and system:
         pytest.skip("this template takes none")
@@ -282,9 +282,9 @@ def test_the_template_of_a_tokenizer_is_preferred(chat_model):
         },
     }
     raw = 'I add. <<{"name": "add", "arguments": {"a": 1}}>>'
-    found = parsed_by_template(tokenizer, raw, "<|user|>Hi.<|end|><|assistant|>", [ADD])
-    assert found is not None
-    assert (found.content.strip(), found.tool_calls) == ("I add.", (CALLED,))
+    parsed = parsed_by_template(tokenizer, raw, "<|user|>Hi.<|end|><|assistant|>", [ADD])
+    assert parsed is not None
+    assert (parsed.content.strip(), parsed.tool_calls) == ("I add.", (CALLED,))
     broken = parsed_by_template(tokenizer, "<<{no>>", "", [ADD])
     assert broken is None or broken.tool_calls == ()
     assert parsed_by_template(tokenizer, "Hello!", "", []) == Parsed("Hello!")

@@ -21,16 +21,16 @@ from kvcap.runtime.session.tool_calls import Parsed, ToolCall
 SLOTS = 600
 TOKENIZER = AutoTokenizer.from_pretrained(pocket.path())
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-ASKED = {"role": "user", "content": "What is 1 and 1?"}
+QUESTION = {"role": "user", "content": "What is 1 and 1?"}
 WITHIN_A_TURN = ("own turn", "ids")
 LEFT_OUT = TOOLS["own turn"].replace("{{ m.content }}</tool_response>", "</tool_response>")
 
 
 def reference(template: str, messages: list[dict[str, Any]]) -> str:
-    found: str = with_template(TOKENIZER, template).apply_chat_template(
+    text: str = with_template(TOKENIZER, template).apply_chat_template(
         messages, tools=[ADD], tokenize=False, add_generation_prompt=True
     )
-    return found
+    return text
 
 
 texts = st.text(max_size=8)
@@ -53,7 +53,7 @@ def test_calls_and_results_are_written_as_transformers_writes_them(name, system,
         for call, (_, text) in zip(answer.tool_calls, calls, strict=True)
     ]
     first = [{"role": "system", "content": system}] if system else []
-    whole = [*first, *said, ASKED, answer.as_message(), *results]
+    whole = [*first, *said, QUESTION, answer.as_message(), *results]
     expected = reference(TOOLS[name], whole)
     writer = ChatWriter(tokenizer, [ADD])
     writer.check_written(first, whole[len(first) :])
@@ -71,7 +71,7 @@ def called(runtime: Any, template: str) -> Any:
     session = session_of(runtime)
     regex = r'I add\. <tool_call>\{"name": "add", "arguments": \{"a": [12]\}\}</tool_call>'
     session.set_generation(regex=regex, max_new_tokens=90)
-    list(session.send([ASKED], tools=[ADD]))
+    list(session.send([QUESTION], tools=[ADD]))
     session.set_generation(regex=None, max_new_tokens=6)
     assert session.messages[-1]["tool_calls"][0]["function"]["name"] == "add"
     return session
@@ -132,7 +132,7 @@ def test_an_answer_of_more_calls_than_the_template_takes_is_kept_as_its_text(run
     runtime.tokenizer = with_template(runtime.tokenizer, ONE_CALL)
     session = session_of(runtime)
     session.set_generation(regex=rf"<\|python_tag\|>{CALL}; {CALL}", max_new_tokens=90)
-    answer = "".join(session.send([ASKED], tools=[ADD]))
+    answer = "".join(session.send([QUESTION], tools=[ADD]))
     session.set_generation(regex=None, max_new_tokens=6)
     assert len(session.parsed.tool_calls) == 2
     assert session.messages[-1] == {"role": "assistant", "content": answer}
@@ -174,7 +174,7 @@ def test_a_result_that_is_not_written_is_refused(runtime):
 def test_a_result_without_its_call_is_refused_where_the_template_needs_that(runtime, name):
     runtime.tokenizer = with_template(runtime.tokenizer, TOOLS[name])
     session = session_of(runtime)
-    list(session.send([ASKED], tools=[ADD]))
+    list(session.send([QUESTION], tools=[ADD]))
     assert "tool_calls" not in session.messages[-1]
     with pytest.raises(ChatTemplateMissing, match=r"without a call|give the assistant's"):
         session.send([{"role": "tool", "content": "2", "tool_call_id": "abcdefghi"}])
@@ -222,13 +222,13 @@ def test_ids_of_other_forms_are_replaced_where_the_template_refuses_them(ids, ru
         for name, id in zip("fg", ids, strict=True)
     ]
     answer = {"role": "assistant", "content": "", "tool_calls": calls}
-    list(session.send([ASKED, answer, *results], tools=[ADD]))
+    list(session.send([QUESTION, answer, *results], tools=[ADD]))
     read = held(session)
-    told = re.findall(r'"(?:name": "|name":")(f|g)".*?\[(.{9})\]</tool_call>', read)
+    ids_read = re.findall(r'"(?:name": "|name":")(f|g)".*?\[(.{9})\]</tool_call>', read)
     came = re.findall(r'<\|user\|>\[([A-Za-z0-9]{9})\]\{"content": "(f|g)"', read)
-    assert told == [(name, id) for id, name in came]
-    assert len(told) == 2
-    assert ids[0] != "123456789" or told[0][1] == ids[0]
+    assert ids_read == [(name, id) for id, name in came]
+    assert len(ids_read) == 2
+    assert ids[0] != "123456789" or ids_read[0][1] == ids[0]
     assert session.messages[1]["tool_calls"][0].get("id") == ids[0]
 
 
@@ -239,7 +239,7 @@ def test_ids_that_a_template_takes_stay(name):
     )
     call = {"id": "call_x", "type": "function", "function": {"name": "add", "arguments": {}}}
     said = [
-        ASKED,
+        QUESTION,
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "2", "tool_call_id": "call_x"},
     ]
@@ -248,7 +248,7 @@ def test_ids_that_a_template_takes_stay(name):
 
 def test_a_template_that_fails_with_any_ids_says_why_it_does():
     tokenizer = with_template(TOKENIZER, TOOLS["named"])
-    said = [ASKED, {"role": "tool", "content": "2", "tool_call_id": "call_x"}]
+    said = [QUESTION, {"role": "tool", "content": "2", "tool_call_id": "call_x"}]
     with pytest.raises(ChatTemplateMissing, match="a result without a call"):
         render(tokenizer, said, [ADD])
 

@@ -69,7 +69,7 @@ def kinds() -> list[str]:
     return sorted(set(by_type.values()))
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(ci=3)
 @pytest.mark.parametrize("name", kinds())
 def test_flat_from_half_a_k_to_2k(name):
     eviction = load_policy(name)

@@ -161,14 +161,14 @@ def test_evicted_text_is_read_again(gguf: Files) -> None:
         ("lfm2", "streaming_llm", "true", None),
     ],
 )
-@pytest.mark.parametrize("places", [1, 3])
+@pytest.mark.parametrize("sequences", [1, 3])
 def test_a_saved_conversation_goes_on_with_the_same_logits(
     gguf: Files,
     architecture: str,
     policy: str,
     positions: str,
     kv_dtype: str | None,
-    places: int,
+    sequences: int,
     tmp_path: Path,
 ) -> None:
     how = {"policy": policy, "positions": positions, "kv_dtype": kv_dtype, "evict_every": 1}
@@ -178,8 +178,8 @@ def test_a_saved_conversation_goes_on_with_the_same_logits(
     assert session.cache.held < session.cache.seen
     session.save(tmp_path / "s")
     runtime = runtime_of(file, **how)
-    runtime.reserve(places)
-    beside = [short(runtime.session(seed=1)) for _ in range(places - 1)]
+    runtime.reserve(sequences)
+    beside = [short(runtime.session(seed=1)) for _ in range(sequences - 1)]
     for other in beside:
         answered(other, "others")
     loaded = Session.load(runtime, tmp_path / "s")

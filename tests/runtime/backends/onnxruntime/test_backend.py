@@ -396,7 +396,7 @@ def put(value: Any, *keys: Any) -> Callable[[dict[str, Any]], None]:
 
 
 SHA = "0" * 64
-FOUND_MANIFESTS: list[tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = [
+BROKEN_MANIFESTS: list[tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = [
     (put("kvcap.decoder/9", "schema"), ManifestError, "kvcap.decoder/9"),
     (put("else", "kind"), ManifestError, "kind"),
     (put("grouped", "kind"), ManifestError, "is no kvcap.decoder/2: kind"),
@@ -432,7 +432,7 @@ FOUND_MANIFESTS: list[tuple[Callable[[dict[str, Any]], Any], type[Exception], st
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "error", "says"), FOUND_MANIFESTS)
+@pytest.mark.parametrize(("change", "error", "says"), BROKEN_MANIFESTS)
 def test_a_manifest_that_is_not_the_decoders_is_refused(copied, change, error, says):
     said = json.loads((copied / "kvcap.json").read_text())
     change(said)

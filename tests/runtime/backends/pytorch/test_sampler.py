@@ -20,8 +20,8 @@ def test_tokens_are_drawn_by_their_shares() -> None:
     scores = torch.tensor([2.0, float("-inf"), 0.0, 1.0, float("-inf")])
     shares, count = scores.softmax(-1), 1000
     numbers = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    found = drawn(scores.expand(count, -1), numbers).bincount(minlength=5)
-    torch.testing.assert_close(found / count, shares, atol=1 / count, rtol=0)
+    counts = drawn(scores.expand(count, -1), numbers).bincount(minlength=5)
+    torch.testing.assert_close(counts / count, shares, atol=1 / count, rtol=0)
 
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
@@ -29,8 +29,8 @@ def test_no_token_without_a_share_is_drawn(number: float) -> None:
     """Nor where sums are rounded: of a token before all others and of one behind them."""
     scores = torch.full((1, 50_000), float("-inf"))
     scores[0, 7:40_000:3] = torch.randn(13_331, generator=torch.Generator().manual_seed(0))
-    found = drawn(scores, torch.tensor([number], dtype=torch.float64)).item()
-    assert found == (7 if number == 0 else 39_997)
+    token = drawn(scores, torch.tensor([number], dtype=torch.float64)).item()
+    assert token == (7 if number == 0 else 39_997)
 
 
 def test_a_rounding_where_there_is_no_share_is_the_likeliest_token(
@@ -51,11 +51,11 @@ def test_the_likeliest_tokens_of_a_share_are_those_of_transformers(
     scores = spread * torch.randn(2, 5000, generator=generator)
     scores[:, 77:99] = float("-inf")  # by a limit before
     scores[0, 5] += 2 * spread
-    found, expected = (x(top_p)(None, scores) for x in (Nucleus, TopPLogitsWarper))
+    likeliest, expected = (x(top_p)(None, scores) for x in (Nucleus, TopPLogitsWarper))
     if spread:
-        assert torch.equal(found, expected)
+        assert torch.equal(likeliest, expected)
     else:  # to a rounding of their sum
-        assert abs((found > -1).sum() - (expected > -1).sum()) <= 3
+        assert abs((likeliest > -1).sum() - (expected > -1).sum()) <= 3
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -72,9 +72,9 @@ def test_rows_that_draw_together_draw_as_each_alone() -> None:
     del together[3], together[40]  # they draw by themselves
     for _ in range(3):
         logits = 3 * torch.randn(len(rows), 40, generator=generator)
-        found = draw_each(logits, together).tolist()
+        tokens = draw_each(logits, together).tolist()
         for i in together:
-            assert found[i] == alone[i].next(logits[i : i + 1], torch.zeros(1, 0)).item()
+            assert tokens[i] == alone[i].next(logits[i : i + 1], torch.zeros(1, 0)).item()
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_of_the_top_k_what_is_drawn_is_what_all_scores_give(
     numbers = torch.rand(200, generator=generator, dtype=torch.float64)
     few = sampler(do_sample=True, top_k=40, temperature=0.7, **more)
     assert few.shortlist == 40 + TIES
-    found, wanted = few.draw(scores, numbers), drawn(few.warpers(None, scores), numbers)
-    assert torch.equal(found, wanted)
+    tokens, wanted = few.draw(scores, numbers), drawn(few.warpers(None, scores), numbers)
+    assert torch.equal(tokens, wanted)
     last = scores.topk(40).values[:, -1:]
     assert (int((scores >= last).sum(-1).max()) > 45) == ties
 
@@ -106,8 +106,8 @@ def test_ties_beyond_those_that_are_kept_are_still_among_the_likeliest() -> None
     scores = torch.zeros(50, 3000)
     scores[:, 100:200] = 1.0
     few = sampler(do_sample=True, top_k=3)
-    found = few.draw(scores, torch.rand(50, dtype=torch.float64))
-    assert bool(((found >= 100) & (found < 200)).all())
+    tokens = few.draw(scores, torch.rand(50, dtype=torch.float64))
+    assert bool(((tokens >= 100) & (tokens < 200)).all())
 
 
 def test_a_limit_may_leave_fewer_than_the_top_k() -> None:
