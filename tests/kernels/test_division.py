@@ -71,27 +71,6 @@ def test_heads_get_what_their_own_code_gives(sizes, more, safeguard, spans, at_o
         assert (shares.budgets.view(sizes[0], -1).sum(-1) == sizes[1] * average).all()
 
 
-def test_a_token_that_is_worth_as_much_in_all_heads_stays_in_the_first():
-    scores = torch.zeros(1, 3, 8, device=DEVICE)
-    positions = torch.arange(8, device=DEVICE).int().expand(1, 3, 8).contiguous()
-    starts, lengths = (torch.tensor(x, device=DEVICE).int() for x in ([0, 9, 18, 27], [8, 8, 8]))
-    targets, pins = lengths - 1, torch.zeros(3, 2, device=DEVICE).int()
-    given = (
-        scores,
-        positions,
-        Pins(SEEN, ()),
-        RowRanges(starts, lengths, 8),
-        pins,
-        targets,
-        6,
-        3,
-    )
-    with kernels.use("triton"):
-        shares = kernels.divide(AdaKV(safeguard=0.0), *given)
-    assert shares.kept.tolist() == division.by_split(AdaKV(safeguard=0.0), *given).kept.tolist()
-    assert shares.kept.sum() == 18
-
-
 @pytest.mark.parametrize("choice", ["eager", "triton"])
 def test_a_budget_of_ones_own_divides_by_its_own_code(choice):
     class Mine(AdaKV):

@@ -148,6 +148,7 @@ def test_each_row_knows_what_leaves_first_and_what_last(policy):
         ("cake", {}, "move between layers"),
         ("keydiff", {"every": 2}, "every few tokens"),
         ("keydiff", {"positions": "true"}, "true positions"),
+        ("balanced", {}, "no kernels cover policy 'balanced' over rows"),
     ],
 )
 def test_what_has_no_rows_says_why(policy, more, why):
@@ -157,9 +158,3 @@ def test_what_has_no_rows_says_why(policy, more, why):
         rows, reason = runtime.shared_rows(2)
         assert rows is None
         assert why in reason
-
-
-def test_policies_without_kernels_have_no_rows():
-    runtime, _ = sessions_of("balanced")
-    with kernels.use("triton"):
-        assert runtime.shared_rows(2) == (None, "no kernels cover policy 'balanced' over rows")

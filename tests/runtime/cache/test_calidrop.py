@@ -5,14 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import tiny_model
+from make import in_python
 
 import kvcap
 from kvcap.policies.base import Logits
@@ -153,11 +151,7 @@ def test_a_killed_process_leaves_no_file(tmp_path):
         "MappedFile(sys.argv[1], 1 << 16)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(kvcap.__file__).parents[1])},
-    )
+    done = in_python(code, tmp_path)
     assert done.returncode == -signal.SIGKILL
     assert not list(tmp_path.iterdir())
 

@@ -69,9 +69,6 @@ def write(
     factors: bool = False,
     eos: int | None = None,
     kinds: tuple[str, ...] = ("Q8_0",),
-    mlp: int = MLP,
-    hidden: int = HIDDEN,
-    layers: int = LAYERS,
     biases: bool = False,
     extra: str = "",
     splits: str = "smollm",
@@ -85,11 +82,11 @@ def write(
     tokenizer = AutoTokenizer.from_pretrained(pocket.path())
     words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
     config = LlamaConfig(
-        num_hidden_layers=layers,
+        num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,
-        hidden_size=hidden,
+        hidden_size=HIDDEN,
         num_key_value_heads=KV_HEADS,
-        intermediate_size=mlp,
+        intermediate_size=MLP,
         vocab_size=len(words),
         rms_norm_eps=1e-5,
         attention_bias=biases,
@@ -102,14 +99,14 @@ def write(
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
     writer.add_context_length(256)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(mlp)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(MLP)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(hidden // HEADS)
+    writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_vocab_size(len(words))
     if parts:
         writer.add_uint16("split.count", parts)
@@ -125,11 +122,11 @@ def write(
         writer.add_bos_token_id(tokenizer.bos_token_id)
         writer.add_eos_token_id(tokenizer.eos_token_id if eos is None else eos)
         writer.add_chat_template(tokenizer.chat_template)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
     if factors:
-        writer.add_tensor("rope_freqs.weight", torch.ones(hidden // HEADS // 2).numpy())
+        writer.add_tensor("rope_freqs.weight", torch.ones(HIDDEN // HEADS // 2).numpy())
     if extra:
-        writer.add_tensor(extra, torch.ones(hidden).numpy())
+        writer.add_tensor(extra, torch.ones(HIDDEN).numpy())
     types = cycle(kinds)
     for name, tensor in weights.items() if tensors else ():
         if without in name:
@@ -138,7 +135,7 @@ def write(
         tensor.copy_(0.15 * torch.randn_like(tensor) + ("norm" in name))
         values = tensor.numpy()
         if "q_proj" in stem or "k_proj" in stem:  # llama.cpp has pairs that rotate side by side
-            values = values.reshape(-1, 2, hidden // HEADS // 2, *values.shape[1:]).swapaxes(1, 2)
+            values = values.reshape(-1, 2, HIDDEN // HEADS // 2, *values.shape[1:]).swapaxes(1, 2)
             values = np.ascontiguousarray(values).reshape(tensor.shape)
         if tensor.dim() == 1:
             writer.add_tensor(f"{names.get_name(stem)}.{end}", values)

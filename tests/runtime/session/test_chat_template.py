@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -114,9 +112,7 @@ def test_nothing_outlives_the_process():
         "print(chat_template._renderer().process.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, SRC], stdout=subprocess.PIPE, text=True, check=False
-    )
+    done = in_python(code, SRC)
     assert done.returncode == -signal.SIGKILL
     import psutil
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from made_tokenizers import BYTES, MADE, SPECIAL, Wrapped
 from toy_engine import ToyEngine, session_of
 
-from kvcap.runtime.session.decoding import TextStream
 from kvcap.runtime.session.detokenizer import Detokenizer, byte_tokens
 
 KNOWN = {name: make() for name, make in MADE.items()}
@@ -102,20 +101,6 @@ def letters_of(tokenizer, data: bytes) -> list[int]:
     others = [byte for byte in range(256) if byte not in plain]
     names = {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(others)}
     return [tokenizer.token_to_id(names[byte]) for byte in data]
-
-
-def test_an_answer_that_ends_within_a_letter_ends_with_a_replacement_letter():
-    tokenizer = KNOWN["llama"]
-    stream = TextStream(Wrapped(tokenizer), ["never"])
-    assert [stream.put(tokenizer.token_to_id(x)) for x in ("a", "<0xE2>")] == ["a", ""]
-    assert stream.end() == "\ufffd"
-
-
-def test_nothing_follows_a_stop_string():
-    tokenizer = KNOWN["byte-level"]
-    stream = TextStream(Wrapped(tokenizer), ["b"])
-    assert [stream.put(tokenizer.token_to_id(x)) for x in ("a", "b")] == ["a", ""]
-    assert (stream.stopped, stream.end()) == ("b", "")
 
 
 @pytest.mark.parametrize("kind", ["gemma", "llama", "byte-level"])
