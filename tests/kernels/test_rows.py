@@ -111,8 +111,10 @@ class Layer:
         left = ints([-1] * len(expected))
         more = [] if starts is None else [ints(starts)]
         pins, moved = Pins(seen, self.spans), self.moved()
-        places = rows.padded(self.pool.positions, moved.rows, len(self.scores), positions=True)
-        scores = pins.mark(self.scores, places)
+        slot_positions = rows.padded(
+            self.pool.positions, moved.rows, len(self.scores), positions=True
+        )
+        scores = pins.mark(self.scores, slot_positions)
         evict(scores, pins, moved, left, self.newer, *more)
         for k, (tensors, count) in enumerate(expected):
             held = self.lengths[k] - count
