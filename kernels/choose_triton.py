@@ -31,8 +31,9 @@ def worth_of(
     newest,
     marked,
 ):
-    """Return a row's scores as finite float32, +inf for pinned and missing slots, and positions.
+    """Return scores of a row's slots as ordered integers, and positions.
 
+    They are finite, or `PINNED` for pinned and missing slots.
     A score of +inf pins its slot where `marked` is 1; else it is the largest that is finite.
     """
     held = slot < slots
@@ -41,7 +42,7 @@ def worth_of(
     pinned = (slot >= slots) | (p < sinks) | (p >= newest)
     pinned = pinned | (x == float("inf")) & (marked > 0)
     x = tl.minimum(tl.maximum(tl.where(x != x, -HIGHEST, x), -HIGHEST), HIGHEST)
-    return tl.where(pinned, float("inf"), x), tl.where(held, p, NO_SLOT | slot)
+    return ordered(tl.where(pinned, float("inf"), x)), tl.where(held, p, NO_SLOT | slot)
 
 
 @triton.jit

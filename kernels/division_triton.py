@@ -10,7 +10,6 @@ from kvcap.kernels.choose_triton import (
     PINS,
     ROWS,
     bound,
-    ordered,
     pins_of_row,
     worth_of,
 )
@@ -47,7 +46,7 @@ def rank_worths(
     sinks, newest = pins_of_row(row_pins, row, seen, clock)
     for begin in range(0, slots, BLOCK):
         slot = begin + tl.arange(0, BLOCK)
-        worth, _ = worth_of(
+        x, _ = worth_of(
             scores,
             positions,
             slot,
@@ -57,7 +56,6 @@ def rank_worths(
             newest,
             marked,
         )
-        x = ordered(worth)
         pinned += tl.sum(((x == PINNED) & (slot < held)).to(tl.int32), 0)
         tl.store(worths + slot, x, slot < slots)
     tl.store(row_pinned + row, pinned)

@@ -17,7 +17,6 @@ from kvcap.kernels.choose_triton import (
     ROWS,
     cut_of,
     grow,
-    ordered,
     pins_of_row,
     worth_of,
 )
@@ -59,32 +58,6 @@ def weigh_regions(
 
 
 @triton.jit
-def _part(
-    scores,
-    positions,
-    begin,
-    slots,
-    score_n,
-    sinks,
-    newest,
-    marked,
-    BLOCK: tl.constexpr,
-):
-    """Return the worth of some of a row's slots as ordered integers, and their positions."""
-    worth, position = worth_of(
-        scores,
-        positions,
-        begin + tl.arange(0, BLOCK),
-        slots,
-        score_n,
-        sinks,
-        newest,
-        marked,
-    )
-    return ordered(worth), position
-
-
-@triton.jit
 def cut(
     scores,
     positions,
@@ -102,31 +75,29 @@ def cut(
     Slots below that worth go, and those of that worth before the position.
     """
     if WHOLE:
-        x, position = _part(
+        x, position = worth_of(
             scores,
             positions,
-            0,
+            tl.arange(0, BLOCK),
             slots,
             score_n,
             sinks,
             newest,
             marked,
-            BLOCK,
         )
         return cut_of(x, position, count)
     # At most `count` are below `low`; more than that, or all that is not pinned, below `high`.
     low, high = tl.full([], PINNED, tl.int32), tl.full([], -0x7FFFFFFF, tl.int32)
     for begin in range(0, slots, BLOCK):
-        x, _ = _part(
+        x, _ = worth_of(
             scores,
             positions,
-            begin,
+            begin + tl.arange(0, BLOCK),
             slots,
             score_n,
             sinks,
             newest,
             marked,
-            BLOCK,
         )
         low = tl.minimum(low, tl.min(x, 0))
         high = tl.maximum(high, tl.max(tl.where(x == PINNED, -0x7FFFFFFF, x), 0))
@@ -137,16 +108,15 @@ def cut(
         lower, two = (low + third).to(tl.int32), (low + 2 * third).to(tl.int32)
         below_one, below_two = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
         for begin in range(0, slots, BLOCK):
-            x, _ = _part(
+            x, _ = worth_of(
                 scores,
                 positions,
-                begin,
+                begin + tl.arange(0, BLOCK),
                 slots,
                 score_n,
                 sinks,
                 newest,
                 marked,
-                BLOCK,
             )
             both = tl.sum((x < lower).to(tl.int32) + ((x < two).to(tl.int32) << 16), 0)
             below_one += both & 0xFFFF
@@ -163,16 +133,15 @@ def cut(
         middle = (oldest + newest) // 2
         counted = tl.full([], 0, tl.int32)
         for begin in range(0, slots, BLOCK):
-            x, position = _part(
+            x, position = worth_of(
                 scores,
                 positions,
-                begin,
+                begin + tl.arange(0, BLOCK),
                 slots,
                 score_n,
                 sinks,
                 newest,
                 marked,
-                BLOCK,
             )
             counted += tl.sum(((x == low) & (position < middle)).to(tl.int32), 0)
         fits = below + counted <= count
@@ -259,7 +228,7 @@ def evict_one(
             newest,
             marked,
         )
-        worth = (ordered(x).to(tl.int64) << 32) | its  # the position decides among equal scores
+        worth = (x.to(tl.int64) << 32) | its  # the position decides among equal scores
         lowest_slot = tl.where(worth < least, slot, lowest_slot)
         least = tl.minimum(least, worth)
     lowest = tl.min(least, 0)
@@ -368,16 +337,15 @@ def choose_rows(
     if new_starts is not None:
         to = tl.load(new_starts + row).to(tl.int64)
     for begin in range(0, slots, BLOCK):
-        x, position = _part(
+        x, position = worth_of(
             scores,
             positions,
-            begin,
+            begin + tl.arange(0, BLOCK),
             slots,
             score_n,
             sinks,
             newest,
             marked,
-            BLOCK,
         )
         slot = begin + tl.arange(0, BLOCK)
         goes = (slot < slots) & ((x < low) | ((x == low) & (position < oldest)))
