@@ -206,8 +206,8 @@ def test_refusals(
         model = tiny_chat.save(tmp_path / "model")
         (tmp_path / "model" / "tokenizer.json").unlink()
     given = given.removesuffix("-m MODEL")
-    command = argv(f"eval {{}} --agreement --device cpu --out {{}} --budgets 128 {given}",
-                   model, tmp_path / "out", file)  # fmt: skip
+    line = f"eval {{}} --agreement --device cpu --out {{}} --budgets 128 {given}"
+    command = argv(line, model, tmp_path / "out", file)
     assert cli.run(command) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
