@@ -74,11 +74,6 @@ def test_a_changed_result_is_refused_or_reported_safely(tmp_path_factory, mutati
     assert judged(again)["validity"] == document["validity"]
 
 
-def test_a_change_that_comes_twice_makes_no_circle():
-    odd = [0]
-    assert mutated({"a": 1}, [(0, "set", odd), (1, "set", odd)]) == {"a": [[0]]}
-
-
 @few
 @given(MUTATIONS)
 def test_a_changed_result_that_is_sent_is_refused_or_written(tmp_path_factory, mutations):

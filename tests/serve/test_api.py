@@ -32,10 +32,8 @@ SETTINGS = Settings(
 KEYS = ("one-key", "another-key")
 
 
-def test_options_of_the_chat_template_change_those_of_the_server(url, talk):
+def test_options_of_the_chat_template_change_those_of_the_server():
     off = {"enable_thinking": False, "mood": "kind"}
-    assert post(url, chat_template_kwargs=off).status_code == 200
-    assert talk.request.options == {"template_options": off}
     said = schemas.ChatRequest(messages=[], chat_template_kwargs={"mood": None})
     assert said.options(RequestLimits(), {"template_options": off}) == {
         "template_options": {"enable_thinking": False, "mood": None}
@@ -312,13 +310,8 @@ def test_a_taken_port_is_said_and_addresses_of_this_machine_are_known():
             bound("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(errors.PortTaken, match=r"is no address .*; give one"):
         bound("no.such.name.invalid", 0)
-    assert [is_loopback(x) for x in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1")] == [
-        True,
-        True,
-        True,
-        False,
-        False,
-    ]
+    assert all(map(is_loopback, ("127.0.0.1", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "10.0.0.1")))
 
 
 def test_defaults_of_the_server_are_for_what_a_request_leaves_out():

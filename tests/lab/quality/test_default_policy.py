@@ -71,8 +71,3 @@ def test_the_default_policy_keeps_the_flow_of_a_text_as_a_window_of_the_last_tok
 )
 def test_the_default_policy_was_measured_on_every_model(cells, model, measured):
     assert budgets([*cells], model) >= measured
-
-
-def test_the_comparison_finds_a_policy_that_is_worse_than_random_slots(cells):
-    worse = [*losses(cells, "keydiff", "random")]
-    assert {s.model for s in worse} >= {"gemma-3-270m", "pocket-text"}
