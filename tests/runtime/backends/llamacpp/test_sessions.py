@@ -93,11 +93,14 @@ def test_thoughts_and_results_leave_first_and_the_system_prompt_last(
     check_regions(runtime_of(gguf(), policy=policy, budget_tokens=2 * BUDGET))
 
 
-@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize(
+    ("family", "positions"),
+    [("llama", "compact"), ("llama", "true"), ("gemma3", "compact"), ("lfm2", "true")],
+)
 def test_closed_thoughts_leave_as_the_template_leaves_them_out(
-    gguf: Files, positions: str, tmp_path: Path
+    gguf: Files, family: str, positions: str, tmp_path: Path
 ) -> None:
-    runtime = runtime_of(gguf(), budget_tokens=2 * BUDGET, positions=positions)
+    runtime = runtime_of(gguf(family), budget_tokens=2 * BUDGET, positions=positions)
 
     def keys(cache: LlamaCache) -> Any:
         cache.settle_keys()
