@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from llama_reference import needs_library
 from make import argv
 
-from kvcap import pocket
 from kvcap.cli import application
 from kvcap.evals.commands import (
     _question_line,
@@ -24,9 +23,6 @@ from kvcap.policies import load_policy
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 
 app = application()
-needs_pocket = pytest.mark.skipif(
-    not (pocket.path() / "model.safetensors").exists(), reason="pocket's weights are not there"
-)
 
 
 def printed(*args: str) -> Any:
@@ -153,7 +149,6 @@ def test_bench_ends_with_a_json_line() -> None:
     assert json.loads(out.stdout.splitlines()[-1])["bench"] == "positions"
 
 
-@needs_pocket
 def test_pocket_remembers_what_it_no_longer_holds() -> None:
     runtime = Runtime.from_pretrained("pocket", "keydiff", budget_tokens=256, device="cpu")
     report = Demo(runtime, tokens=6000, facts=8).run()

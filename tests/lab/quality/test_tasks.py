@@ -264,9 +264,6 @@ class Dropping(Policy):
         return obs.positions.float().masked_fill(inside, -1.0)
 
 
-@pytest.mark.skipif(
-    not (pocket.path() / "model.safetensors").exists(), reason="pocket's weights are not there"
-)
 def test_a_policy_that_drops_the_needle_scores_0(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime.from_pretrained("pocket", budget_tokens=256, device="cpu")
     tokenizer = runtime.tokenizer

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from tools import PATIENCE
 
-from kvcap import Runtime, cli, pocket
+from kvcap import Runtime, cli
 from kvcap.runtime.cli.chat import Chat, join_continued, with_budget
 from kvcap.runtime.cli.live_meter import Meter
 from kvcap.runtime.cli.options import Sampling
@@ -434,9 +434,6 @@ def test_a_model_cannot_speak_escape_sequences(chat, monkeypatch, capsys):
     assert capsys.readouterr().out == "a\N{REPLACEMENT CHARACTER}[2J\tb\n"
 
 
-@pytest.mark.skipif(
-    not (pocket.path() / "model.safetensors").exists(), reason="pocket's weights are not here"
-)
 def test_pocket_recalls(chat_of):
     chat = chat_of(Runtime.from_pretrained("pocket").session(), quiet=True)
     fact = "Please remember: the code for the blue door is 4821."
