@@ -211,9 +211,8 @@ def test_presets_hold_what_their_names_promise():
         (["--kv-heads", "3", "--heads", "4"], "cannot share 3 KV heads evenly"),
     ],
 )
-def test_plans_that_cannot_be_are_refused(tmp_path, capsys, options, said):
-    assert run(["android", "plan", "-o", str(tmp_path / "plan"), *options]) == 2
-    assert said in capsys.readouterr().err
+def test_plans_that_cannot_be_are_refused(tmp_path, kvcap, options, said):
+    assert said in kvcap.refused("android", "plan", "-o", str(tmp_path / "plan"), *options)
     assert not list(tmp_path.iterdir())
 
 
@@ -224,10 +223,9 @@ def test_a_result_needs_a_folder_before_anything_is_measured(folder, tmp_path, c
     assert "[1/" not in said
 
 
-def test_a_plan_takes_an_empty_folder_only(folder, capsys):
+def test_a_plan_takes_an_empty_folder_only(folder, kvcap):
     before = sorted(folder.iterdir())
-    assert run(["android", "plan", "-o", str(folder)]) == 2
-    assert "is not empty; name a new folder" in capsys.readouterr().err
+    assert "is not empty; name a new folder" in kvcap.refused("android", "plan", "-o", str(folder))
     assert sorted(folder.iterdir()) == before
 
 
@@ -243,10 +241,11 @@ def test_a_plan_takes_an_empty_folder_only(folder, capsys):
         (lambda p: rewrite(p, lambda plan: plan.update(preset="full")), "its id is"),
     ],
 )
-def test_a_damaged_plan_is_refused(folder, tmp_path, capsys, change, said):
+def test_a_damaged_plan_is_refused(folder, tmp_path, kvcap, change, said):
     change(edited(folder, tmp_path / "plan", lambda plan: None))
-    assert run(["android", "host", str(tmp_path / "plan"), "-o", str(tmp_path / "r.json")]) == 2
-    assert said in capsys.readouterr().err
+    assert said in kvcap.refused(
+        "android", "host", str(tmp_path / "plan"), "-o", str(tmp_path / "r.json")
+    )
     assert not (tmp_path / "r.json").exists()
 
 
@@ -439,10 +438,9 @@ def test_the_host_passes_provider_and_profile_on(folder, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("options", [["--provider", "xnnpack"], ["--profile"]])
-def test_a_page_is_given_no_provider_and_no_profile(folder, tmp_path, capsys, options):
+def test_a_page_is_given_no_provider_and_no_profile(folder, tmp_path, kvcap, options):
     command = ["android", "adb", str(folder), "-o", str(tmp_path / "r.json"), "--browser"]
-    assert run([*command, *options]) == 2
-    assert "not with --browser: the page offers" in capsys.readouterr().err
+    assert "not with --browser: the page offers" in kvcap.refused(*command, *options)
 
 
 def test_a_changed_graph_ends_the_run(folder, tmp_path):
@@ -987,9 +985,10 @@ def test_results_that_cannot_be_compared_are_refused(clean, change, said):
 
 
 @pytest.mark.parametrize("text", ["ten", "-5%", "nan", "inf%", ""])
-def test_a_wrong_percentage_is_refused(saved, text, capsys):
-    assert run(["android", "report", saved("a.json"), "--max-regress", text]) == 2
-    assert "use a percentage such as 10%" in capsys.readouterr().err
+def test_a_wrong_percentage_is_refused(saved, text, kvcap):
+    assert "use a percentage such as 10%" in kvcap.refused(
+        "android", "report", saved("a.json"), "--max-regress", text
+    )
 
 
 # Documents

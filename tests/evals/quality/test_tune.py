@@ -194,11 +194,10 @@ def test_the_model_is_loaded_as_chat_loads_it(
     assert loaded[0] == loaded[1]
 
 
-def test_an_export_is_refused_before_it_is_made(
-    folder: str, file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.run(command(folder, file, "--weights", "int8")) == 2
-    assert "policies are measured in PyTorch or by llama.cpp" in capsys.readouterr().err
+def test_an_export_is_refused_before_it_is_made(folder: str, file: str, kvcap: Any) -> None:
+    assert "policies are measured in PyTorch or by llama.cpp" in kvcap.refused(
+        *command(folder, file, "--weights", "int8")
+    )
 
 
 def test_nothing_is_recommended_where_random_is_better(
@@ -249,14 +248,13 @@ def test_refusals_come_before_the_model_is_loaded(
     said: str,
     folder: str,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    kvcap: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Runtime, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
     file = tmp_path / "text.txt"
     file.write_text(text)
-    assert cli.run(command(folder, str(file), *more)) == 2
-    assert said in capsys.readouterr().err
+    assert said in kvcap.refused(*command(folder, str(file), *more))
 
 
 def test_too_little_time_is_refused_and_says_how_much_would_do(

@@ -196,9 +196,7 @@ def test_the_command(sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture
         (None, "", "--agreement -f FILE"),
     ],
 )
-def test_refusals(
-    text: str | None, given: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusals(text: str | None, given: str, said: str, tmp_path: Path, kvcap: Any) -> None:
     file, model = tmp_path / "text.txt", "pocket"
     if text is not None:
         file.write_text(text)
@@ -208,11 +206,9 @@ def test_refusals(
     given = given.removesuffix("-m MODEL")
     line = f"eval {{}} --agreement --device cpu --out {{}} --budgets 128 {given}"
     command = argv(line, model, tmp_path / "out", file)
-    assert cli.run(command) == 2
-    assert said in capsys.readouterr().err
+    assert said in kvcap.refused(*command)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_needs_the_option_that_reads_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["eval", "pocket", "-f", "text.txt"]) == 2
-    assert "--agreement -f FILE" in capsys.readouterr().err
+def test_a_file_needs_the_option_that_reads_it(kvcap: Any) -> None:
+    assert "--agreement -f FILE" in kvcap.refused("eval", "pocket", "-f", "text.txt")
