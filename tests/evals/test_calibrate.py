@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -17,7 +18,7 @@ from make import saved_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcap
-from kvcap import cli, pocket
+from kvcap import pocket
 from kvcap.evals.calibrate import Calibration, RepetitionProbe, calibrate
 from kvcap.pocket.facts import facts
 from kvcap.pocket.prose import filler
@@ -147,13 +148,8 @@ def text(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        code = cli.run(["policies", "calibrate", *arguments])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
+def run(kvcap: Any) -> Any:
+    return partial(kvcap, "policies", "calibrate")
 
 
 @pytest.mark.parametrize(
@@ -227,15 +223,14 @@ def test_what_is_printed(run: Any, text: str, tmp_path: Path) -> None:
         (None, "No such file"),
     ],
 )
-def test_texts_that_will_not_do(content: bytes | None, says: str, run: Any, tmp_path: Path) -> None:
+def test_texts_that_will_not_do(
+    content: bytes | None, says: str, kvcap: Any, tmp_path: Path
+) -> None:
     file, out = tmp_path / "text", tmp_path / "heads.json"
     if content is not None:
         file.write_bytes(content)
-    code, said, err = run("headkv", "pocket", "-f", str(file), "-o", str(out))
-    assert (code, said) == (2, "")
-    assert err.startswith("kvcap: ")
-    assert err.count("\n") == 1
-    assert says in err
+    given = ("headkv", "pocket", "-f", str(file), "-o", str(out))
+    assert says in kvcap.refused("policies", "calibrate", *given)
     assert not out.exists()
 
 
@@ -253,19 +248,13 @@ def test_texts_that_will_not_do(content: bytes | None, says: str, run: Any, tmp_
     ],
 )
 def test_bad_arguments_end_with_one_line(
-    arguments: list[str], says: str, run: Any, text: str
+    arguments: list[str], says: str, kvcap: Any, text: str
 ) -> None:
-    code, said, err = run(*arguments, "-f", text)
-    assert (code, said) == (2, "")
-    assert err.startswith("kvcap: ")
-    assert err.count("\n") == 1
-    assert says in err
+    assert says in kvcap.refused("policies", "calibrate", *arguments, "-f", text)
 
 
-def test_the_text_must_be_given(run: Any) -> None:
-    code, _, err = run("headkv", "pocket")
-    assert code == 2
-    assert "--file" in err
+def test_the_text_must_be_given(kvcap: Any) -> None:
+    assert "--file" in kvcap.refused("policies", "calibrate", "headkv", "pocket")
 
 
 def test_a_model_trained_on_too_little(run: Any, text: str, tmp_path: Path) -> None:
