@@ -7,6 +7,7 @@ ONNX Runtime: of a graph, it finds only the names of the files that hold its wei
 from __future__ import annotations
 
 import hashlib
+import mmap
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ SCHEMA_FILE = Path(__file__).parents[2] / "schemas" / "decoder.schema.json"
 KIND = "shared"  # past and present are one buffer
 KV_DTYPE = "int8"  # of slots that are quantised
 HASHED = 64 << 20  # bytes; of larger files, which hold weights, only the size is checked
-LOCATION = re.compile(rb"\x0a\x08location\x12(.)", re.DOTALL)
+LOCATION = re.compile(rb"\x0a\x08location(?:\x12(.))?", re.DOTALL)
 """Finds where an ONNX file names one of weights: the entry's key, then the length of its value."""
 
 
@@ -243,8 +244,12 @@ def files_named(path: Path) -> set[str]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: a name is no text.
+        ValueError: it is empty, or a name is no text or does not stand behind its key.
     """
-    data = path.read_bytes()
-    ends = ((key.end(), key[1][0]) for key in LOCATION.finditer(data))
-    return {data[end : end + length].decode() for end, length in ends}
+    names = set()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for key in LOCATION.finditer(data):
+            if key[1] is None:  # as other programs may write it, and as one hides a name
+                raise ValueError("it names a file of weights in another way than kvcap does")
+            names.add(data[key.end() : key.end() + key[1][0]].decode())
+    return names

@@ -624,8 +624,13 @@ def test_files_that_a_graph_names_are_found_wherever_they_stand(tmp_path):
     graph = onnx.helper.make_graph([node], "g", [], [], [tensor("c", "c.data")])
     sparse = onnx.SparseTensorProto(values=tensor("d", "d.data"), dims=[1])
     graph.sparse_initializer.append(sparse)
-    (tmp_path / "x.onnx").write_bytes(onnx.helper.make_model(graph).SerializeToString())
-    assert files_named(tmp_path / "x.onnx") == {"a.data", "b.data", "c.data", "d.data"}
+    written, file = onnx.helper.make_model(graph).SerializeToString(), tmp_path / "x.onnx"
+    file.write_bytes(written)
+    assert files_named(file) == {"a.data", "b.data", "c.data", "d.data"}
+    key, value = b"\x0a\x08location", b"\x12\x06a.data"
+    file.write_bytes(written.replace(key + value, value + key))
+    with pytest.raises(ValueError, match="in another way"):
+        files_named(file)
 
 
 def test_a_template_that_is_not_listed_is_not_used(copied):
