@@ -119,13 +119,16 @@ class Decoding:
         self._warned = False  # True once it has warned of positions beyond the trained length
         self._guide: tuple[Any, Guide] | None = None  # the last one, and what it was made from
 
-    def check(self, config: Any, ids: Sequence[int], *, emptied: bool = False) -> None:
+    def check(
+        self, config: Any, ids: Sequence[int], *, emptied: bool = False, freed: int = 0
+    ) -> None:
         """Refuse a prompt that cannot be answered, and change nothing.
 
         Args:
             config: settings of generation.
             ids: the tokens of the prompt.
             emptied: the cache is reset before the prompt is read.
+            freed: slots that are freed before the prompt is read.
 
         Raises:
             ValueError: a setting has a value that it cannot have.
@@ -151,7 +154,7 @@ class Decoding:
                 f"thinking_budget={budget} leaves no token of an answer of at most {most:,} "
                 "(max_new_tokens); lower it, or raise max_new_tokens"
             )
-        self.loop.check_room(len(ids), most, emptied=emptied)
+        self.loop.check_room(len(ids), most, emptied=emptied, freed=freed)
 
     def _check_known(self, ids: Sequence[int]) -> None:
         """Refuse tokens that a tokenizer has beyond the model's embedding, such as added ones."""

@@ -288,13 +288,16 @@ class Loop(ABC):
             logits = self.read(block, need_logits=done == length)
             yield done, logits if done == length else None
 
-    def check_room(self, tokens: int, answer: int = 0, *, emptied: bool = False) -> None:
+    def check_room(
+        self, tokens: int, answer: int = 0, *, emptied: bool = False, freed: int = 0
+    ) -> None:
         """Refuse tokens that do not fit before any is read, where nothing may be evicted.
 
         Args:
             tokens: to be read next.
             answer: tokens that follow at most, for which an advised budget has room too.
             emptied: the cache is reset before they are read.
+            freed: slots that are freed before they are read; see `drop`.
 
         Raises:
             MemoryCapExceeded: naming the budget that would do.
@@ -306,7 +309,9 @@ class Loop(ABC):
                 "reset the cache (in chat: /clear) and read again"
             )
         if self.may_be_full:
-            (self.room.emptied if emptied else self.room).check(tokens, answer, self.on_full)
+            room = self.room.emptied if emptied else self.room
+            room = room._replace(held=room.held - freed, spare=room.spare + freed)
+            room.check(tokens, answer, self.on_full)
 
 
 class Room(NamedTuple):

@@ -831,7 +831,8 @@ class Session:
     def _checked(self, prompt: PreparedPrompt) -> PreparedPrompt:
         """Return the prompt if it can be answered; else refuse it."""
         emptied = prompt.emptied
-        self._decoding.check(self.generation, prompt.ids, emptied=emptied)
+        freed = 0 if emptied else covered(self._thoughts_left_out(prompt.transcript))
+        self._decoding.check(self.generation, prompt.ids, emptied=emptied, freed=freed)
         self.cache.pinned_with(prompt.spans, emptied=emptied)
         return prompt
 
@@ -903,7 +904,9 @@ class Session:
                     start = self.cache.seen, self.cache.held
                     if prompt.transcript is not None or not start[0]:
                         self._answered = None
-                    self._drop_thoughts(prompt)
+                    spans = self._thoughts_left_out(prompt.transcript)
+                    if spans and self.loop.drop(spans):
+                        self.loop.cache.regions.drop_thoughts(spans)
                     turn.reused_tokens = start[0]
                     self.recall.begin(start[0])
                 insertion = None
@@ -942,20 +945,21 @@ class Session:
             known = [*self._decoding.ids_read(seen), *prompt.ids]
             regions.set_repeated(self.recall.dialogue.repeated_replies(known))
 
-    def _drop_thoughts(self, prompt: PreparedPrompt) -> None:
-        """Free the slots of thoughts that the template leaves out once the user says more."""
-        after, regions, ids = prompt.transcript, self.loop.cache.regions, self.read_ids
+    def _thoughts_left_out(self, after: Transcript | None) -> list[Span]:
+        """Return the thoughts that the template leaves out `after` the next message is read.
+
+        They are those whose slots were not freed before, and that nothing pins.
+        """
+        regions, ids = self.loop.cache.regions, self.read_ids
         known = [span for span in regions.thoughts if not within(span, regions.dropped)]
         if not known or after is None or after.messages[-1]["role"] == "tool":
-            return
+            return []
         tokenizer, cache = self.runtime.tokenizer, self.cache
-        if not ChatWriter(tokenizer, after.tools, prompt.options).abilities.forgets:
-            return
+        if not ChatWriter(tokenizer, after.tools, self._template_options).abilities.forgets:
+            return []
         whole = [span for one in known if (span := with_marks(tokenizer, ids, one)) is not None]
         pins = [(0, cache.sinks), *cache.pinned_spans]
-        free = [span for span in whole if not any(a < span[1] and span[0] < b for a, b in pins)]
-        if free and self.loop.drop(free):
-            regions.drop_thoughts(free)
+        return [span for span in whole if not any(a < span[1] and span[0] < b for a, b in pins)]
 
     def _shared_prefix(self, prompt: PreparedPrompt) -> SharedPrefix | None:
         """Return the first tokens of a prompt that other conversations may begin with as well."""

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import tiny_chat
-from chat_templates import THINKING
+from chat_templates import THINKING, with_template
 from region_checks import BUDGET, check_regions, check_thoughts_leave
 from toy_engine import ToyEngine, session_of
 
 from kvcap.runtime.backends.pytorch.runtime import Runtime
+from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.session.batch import Batch
 from kvcap.runtime.session.encoding import encode_with
 from kvcap.runtime.session.thoughts import Thoughts
@@ -113,6 +114,25 @@ def test_closed_thoughts_leave_as_the_template_leaves_them_out(tmp_path, setting
         return copy.take_along_dim(order[..., None], 2)[0].float().numpy()
 
     check_thoughts_leave(runtime, tmp_path / "s", keys)
+
+
+def test_a_message_fits_that_has_the_slots_of_thoughts(tmp_path):
+    """Where nothing may be evicted."""
+    runtime = Runtime.from_pretrained(
+        tiny_chat.save(tmp_path), "full", budget_tokens=64, block_size=16, device="cpu"
+    )
+    runtime.tokenizer = with_template(runtime.tokenizer, THINKING["forgets"])
+    session = runtime.session(seed=0)
+    session.set_generation(max_new_tokens=40, thinking_budget=20, eos_token_id=[])
+    list(session.send("Hi"))
+    session.set_generation(max_new_tokens=1, thinking_budget=0, only_read=True)
+    free = 64 - session.cache.held
+    text = "sea " * (free // 2 + 4)
+    assert len(session.encode(text)) > free
+    list(session.send(text))
+    assert session.cache.regions.dropped
+    with pytest.raises(MemoryCapExceeded):
+        session.send(text)
 
 
 def test_a_reply_said_three_times_leaves_first(tmp_path):
