@@ -32,7 +32,7 @@ def as_alone(
 ) -> None:
     """Answer both groups, and hold what a batch says and keeps to what each says alone.
 
-    At most a share `apart` of the tokens that are kept differs. They go on alone with `then`.
+    At most a `share` of the tokens that are kept differs. They go on alone with `then`.
     """
     expected = ["".join(s.send(text)) for s, text in zip(alone, said, strict=False)]
     assert together(batch, sessions, said) == expected

@@ -47,10 +47,10 @@ def test_what_layers_are():
 @pytest.mark.parametrize("family", SHARED)
 def test_a_wrong_owner_is_seen(family, monkeypatch, tokens):
     """Layers that are said to read layer 1, and read layer 3."""
-    right = model_config.read_layers
+    right = model_config._read_layers
     monkeypatch.setattr(
         model_config,
-        "read_layers",
+        "_read_layers",
         lambda *a: [1 if x == 3 else x for x in right(*a)],
     )
     model = tiny_model(family)

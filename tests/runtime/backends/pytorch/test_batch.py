@@ -143,7 +143,7 @@ def test_sessions_that_fill_join_at_their_own_length(policy: str, passes: list[l
     alone, sessions = pair(runtime, texts, 44, eos_token_id=NEVER)
     assert len(sessions[0].encode("Hello. Go on.")) < 48
     # Of pyramidkv's slots two score alike to five digits: on some processors rounding decides.
-    as_alone(runtime.batch(3), alone, sessions, apart=0.002 if policy == "pyramidkv" else 0)
+    as_alone(runtime.batch(3), alone, sessions, share=0.002 if policy == "pyramidkv" else 0)
     assert alone[0].cache.seen > 48
     assert len(passes) >= 39  # all but what is alone while prompts are read, and at the end
     assert sum(len({*held}) > 1 for held in passes) > 10  # of unequal lengths

@@ -81,7 +81,7 @@ def test_answers_and_what_is_kept_are_those_of_sessions_alone(
     monkeypatch.setattr(
         shared_pass, "read_token_of_each", lambda *a: (sizes.append(len(a[1])), read(*a))[1]
     )
-    as_alone(batch, alone, sessions, TEXTS, apart=0.005, then="And?")
+    as_alone(batch, alone, sessions, TEXTS, share=0.005, then="And?")
     assert set(sizes) == {2}
     # What is alone is read alone: while another's prompt is read, and at the end.
     assert len(sizes) >= 20
