@@ -193,13 +193,15 @@ class Recall:
         if is_question and not passages and words <= FEW_WORDS:
             before = self._asked_before(ids)
             passages = self._needed(f"{before} {question}", ids, LEAST, FOLLOWING) if before else []
-        few, meant = not passages or passages[0].score < ENOUGH, list[Passage]()
+        few, by_words = not passages or passages[0].score < ENOUGH, {x.span for x in passages}
+        by_meaning = False
         if is_question and few and (meaning := self._meaning()) is not None:
             meant = self._meant(meaning, question, ids)
-            passages = fused(passages, meant)[:NEAREST]
+            if by_meaning := any(passage.span not in by_words for passage in meant):
+                passages = fused(passages, meant)[:NEAREST]
         if kept is not None and all_newest(passages, len(ids)):
             return nothing
-        return passages, bool(meant)
+        return passages, by_meaning
 
     def _meant(self, meaning: Meaning, question: str, ids: Sequence[int]) -> list[Passage]:
         """Return the user's earlier statements that are nearest in meaning to a question.

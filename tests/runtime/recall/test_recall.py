@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from itertools import islice
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from kvcap.pocket.prose import filler
-from kvcap.runtime.recall.recall import Recall, held_shares, with_gap
+from kvcap.runtime.recall.recall import ENOUGH, Recall, held_shares, with_gap
 from kvcap.runtime.types import KeptTokens
 
 FACTS = [
@@ -159,6 +160,14 @@ def test_four_facts_come_together_and_whole_if_one_was_evicted(tokenizer, recall
     tokens = recall.read_again(question, ids, held, len(ids))
     assert [one.text.strip() for one in recall.passages] == facts  # in order, the newest last
     assert "\n...\n".join(facts) in tokenizer.decode(tokens)
+    # So they do if only half of a question's words find them, and its meaning finds no others.
+    recall._meaning = lambda: SimpleNamespace(likeness=lambda _, texts: np.zeros(len(texts)))
+    longer = (
+        f"What are all values of {', '.join(dict.fromkeys(keys))} that someone mentioned above?"
+    )
+    passages = recall.find(longer, ids)
+    assert sorted(one.text.strip() for one in passages) == sorted(facts)
+    assert passages[0].score < ENOUGH
 
 
 def test_of_facts_that_contradict_each_other_the_newest_come_first_and_stand_last(
