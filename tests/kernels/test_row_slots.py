@@ -198,7 +198,7 @@ def test_several_blocks_of_a_full_cache_in_one_pass_equal_passes_of_their_own(po
     (64, [(10, 73)]),  # to which the first tokens yield
 ])  # fmt: skip
 def test_what_is_pinned_between_two_passes_stays(budget, spans):
-    """Nothing else changes that the device would be sent."""
+    """Pins alone change, which must reach the device without another change of its rows."""
     model, ids, held = model_of("keydiff"), tokens(110, 1).to(DEVICE), []
     for choice in ("eager", "triton"):
         with kernels.use(choice):

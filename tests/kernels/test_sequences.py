@@ -135,7 +135,7 @@ def test_first_tokens_that_are_pinned_stay_in_rows(policy):
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("policy", ["keydiff", "h2o"])
 def test_each_row_knows_what_leaves_first_and_what_last(policy):
-    """By one graph, as the device has the regions of each."""
+    """One graph serves all rows, as the device has the regions of each."""
     rows = check(policy, regions=True)
     if DEVICE == "cuda":
         assert [kind.weighs for kind in rows.loop.graphs.captured] == [True]

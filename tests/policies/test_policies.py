@@ -123,7 +123,7 @@ def test_scores_of_another_shape_are_refused():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", [n for n in policies.policies() if n != "full"])
 def test_low_precision_inputs_score_in_float32(name, dtype):
-    """The same numbers are scored alike in either type, though float16 cannot hold squares."""
+    """Numbers are scored alike in either type, though float16 cannot hold their squares."""
     eviction, scores, kept = replace(load_policy(name), head_budget=None), [], []
     projection = torch.randn(2, 2, 8, 12, generator=torch.Generator().manual_seed(0)).to(dtype)
     for wide in (torch.Tensor.clone, torch.Tensor.float):

@@ -224,7 +224,7 @@ def test_too_many_pins_are_refused_before_anything_is_allocated_or_read(policy, 
 
 
 def test_a_policy_that_never_evicts_takes_no_room_of_a_block(tokens):
-    """In a pass that transformers makes; a loop refuses what does not fit before it reads."""
+    """Transformers' own pass is refused; a loop refuses what does not fit before it reads."""
     cache = kvcap.BudgetCache(MODEL.config, 24, 8, "full")
     for seed in range(3):
         MODEL(tokens(8, seed=seed), **as_cache(cache))

@@ -164,7 +164,7 @@ def test_the_versions_that_made_it_count(model, monkeypatch):
 
 
 def test_the_command_is_told_everything(model, made):
-    """Where nothing is said of sinks an export has the usual ones; none must be said."""
+    """An export pins the usual sinks unless the budget names a number, which may be 0."""
     for budget in (Budget(policy="knorm", sink_tokens=0, block_size=32), Budget()):
         kept_export(str(model), "int8", budget)
     said, usual = (" ".join(command[command.index("export") :]) for command in made)

@@ -117,7 +117,7 @@ def test_closed_thoughts_leave_as_the_template_leaves_them_out(tmp_path, setting
 
 
 def test_a_message_fits_that_has_the_slots_of_thoughts(tmp_path):
-    """Where nothing may be evicted."""
+    """A policy that never evicts counts the slots of closed thoughts as free."""
     runtime = Runtime.from_pretrained(
         tiny_chat.save(tmp_path), "full", budget_tokens=64, block_size=16, device="cpu"
     )

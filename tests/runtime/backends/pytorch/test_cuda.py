@@ -153,7 +153,7 @@ def test_replayed_blocks_equal_eager_ones(policy, positions, tokens):
 
 @pytest.mark.parametrize("policy", ["keydiff", "snapkv", "calidrop"])
 def test_replayed_tokens_know_what_leaves_first_and_what_last(policy):
-    """By the graphs there are where rows have regions on the device, whatever these become."""
+    """Graphs are not captured anew when regions change, where rows have them on the device."""
     ids = 3 + torch.randperm(216, generator=torch.Generator().manual_seed(1))[None].cuda()
     model, kept = tiny_model("llama", vocab_size=256).cuda(), []
     for graphs in (True, False):
