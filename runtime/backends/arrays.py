@@ -40,6 +40,14 @@ Ids = NDArray[np.int64]
 Arrays = Mapping[str, NDArray[Any]]
 
 
+def in_spans(tokens: NDArray[Any], spans: Sequence[Span]) -> NDArray[np.bool_]:
+    """Return which tokens lie in one of the spans. Bool of their shape."""
+    mask = np.zeros(tokens.shape, np.bool_)
+    for start, stop in spans:
+        mask |= (tokens >= start) & (tokens < stop)
+    return mask
+
+
 class ArrayEngine(ABC):
     """An engine on arrays of NumPy; see `Engine` in `session/engine.py`."""
 

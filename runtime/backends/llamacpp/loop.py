@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcap.runtime.backends.arrays import ArrayCache, ArrayLoop, Arrays
+from kvcap.runtime.backends.arrays import ArrayCache, ArrayLoop, Arrays, in_spans
 from kvcap.runtime.backends.llamacpp.context import Context, Floats, for_streams
 from kvcap.runtime.backends.llamacpp.model import reason
-from kvcap.runtime.backends.llamacpp.rank import Indices, Ranking, within
+from kvcap.runtime.backends.llamacpp.rank import Indices, Ranking
 from kvcap.runtime.cache.pinned_slots import check_slots
 from kvcap.runtime.errors import MemoryCapExceeded, SessionFileForeign, UnsupportedModel
 from kvcap.runtime.interrupts import interrupts_deferred
@@ -164,7 +164,7 @@ class LlamaCache(ArrayCache):
     def drop(self, spans: Sequence[Span]) -> None:
         """Free the cells of these tokens."""
         self.settle_keys()
-        self._keep(~within(self.tokens, spans))
+        self._keep(~in_spans(self.tokens, spans))
 
     def _keep(self, stays: NDArray[np.bool_]) -> None:
         """Free the cells of tokens that do not stay; renumber the others if they are compact."""

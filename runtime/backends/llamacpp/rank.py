@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcap.runtime.backends.arrays import in_spans
 from kvcap.runtime.backends.llamacpp.context import LayerCells
 from kvcap.runtime.cache.regions import Region, tiers_of
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
@@ -177,15 +178,7 @@ def runs(eviction: Any) -> bool:
 def pinned(tokens: Indices, seen: int, pins: tuple[int, int], spans: Sequence[Span]) -> Mask:
     """Return which of the held tokens are never evicted. Bool [n]."""
     sinks, recents = pins
-    return (tokens < sinks) | (tokens >= seen - recents) | within(tokens, spans)
-
-
-def within(tokens: Indices, spans: Sequence[Span]) -> Mask:
-    """Return which tokens lie in one of the spans. Bool [n]."""
-    mask = np.zeros(len(tokens), bool)
-    for start, stop in spans:
-        mask |= (tokens >= start) & (tokens < stop)
-    return mask
+    return (tokens < sinks) | (tokens >= seen - recents) | in_spans(tokens, spans)
 
 
 def ranking_of(name: str | None, options: Mapping[str, Any]) -> Ranking:

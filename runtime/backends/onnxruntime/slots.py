@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcap.runtime.backends.arrays import in_spans
 from kvcap.runtime.backends.onnxruntime.graph import Array
 from kvcap.runtime.types import Span
 
@@ -64,14 +65,6 @@ def rotations(inv_freq: Sequence[float], span: int) -> NDArray[np.float32]:
     """Return the cosines and sines of all positions below `span`, [span, 2, R/2], from float64."""
     angles = np.arange(span, dtype=np.float64)[:, None] * np.array(inv_freq, np.float64)
     return np.stack((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
-
-
-def _within(positions: Array, spans: Sequence[Span]) -> Array:
-    """Return which positions lie in one of the spans. Bool of their shape."""
-    mask = np.zeros(positions.shape, np.bool_)
-    for start, stop in spans:
-        mask |= (positions >= start) & (positions < stop)
-    return mask
 
 
 def _oldest(positions: Array, inside: Array, count: int) -> Array:
@@ -173,7 +166,7 @@ class LayerSlots:
 
     def within(self, spans: Sequence[Span]) -> Array:
         """Return which slots in use hold a token of these spans. Bool [K, held]."""
-        return _within(self.buffers["positions"][0, :, : self.held], spans)
+        return in_spans(self.buffers["positions"][0, :, : self.held], spans)
 
     def _remove(self, gone: Array) -> None:
         """Evict slots as `evict` does; queries stay where they are."""
