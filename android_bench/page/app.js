@@ -162,6 +162,7 @@ async function start() {
   const { source, reason, version } = state.origin;
   const about = { version, device: { source, source_reason: reason, ...device(state.signs), signs: state.signs } };
   state.began = performance.now();
+  state.saved = -Infinity; // a run is kept from its first cell on
   state.run = new Run(state.plan, rows, about, progress);
   try {
     await finished(await state.run.start());
@@ -189,8 +190,9 @@ function progress({ result, configuration, id, round, share, hidden }) {
   byId("paused").textContent = hidden ? "Paused while the page is hidden."
     : `The run was interrupted ${interrupted === 1 ? "once" : `${interrupted} times`} by the screen turning off or another page. What was being measured then is measured again, and the result says so.`;
   show("paused", hidden || interrupted > 0);
-  if (!hidden && result.cells.some(({ samples_us }) => samples_us)) showResult(result, state.plan);
-  if (hidden || performance.now() - state.saved > 2000) { // a hidden page may never be shown again
+  const measured = result.cells.some(({ samples_us }) => samples_us);
+  if (measured && !hidden) showResult(result, state.plan);
+  if (hidden || (measured && performance.now() - state.saved > 2000)) { // a hidden page may never be shown again
     state.saved = performance.now();
     keep(structuredClone(result));
   }

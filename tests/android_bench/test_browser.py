@@ -136,6 +136,14 @@ def reach(page: Any, share: float) -> None:
         time.sleep(0.02)
 
 
+def keeps(page: Any) -> None:
+    """Wait until the browser keeps a part of the result."""
+    deadline = time.monotonic() + SOON / 1000
+    while not page.evaluate("import('./store.js').then(store => store.kept())"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 # What the page measures
 
 
@@ -320,7 +328,7 @@ def test_a_closed_tab_loses_nothing(plan, browser, tmp_path):
     with Serving(plan, tmp_path) as serving:
         page = opened(context.new_page(), serving.url)
         page.get_by_role("button", name="Start").click()
-        reach(page, 0.3)
+        keeps(page)
         page.close()
         page = opened(context.new_page(), serving.url)
         page.locator("#earlier-text", has_text="interrupted after").wait_for(timeout=SOON)
