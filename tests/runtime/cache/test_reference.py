@@ -84,6 +84,8 @@ class Drawn:
     blocks: list[int]  # tokens of each
     reused: bool  # the cache has read another text, and was reset
     ids: Tensor  # [batch, length]
+    copied_after: int  # passes after which another cache goes on from a copy; 0: none does
+    dropped: dict[int, tuple[int, int]]  # tokens whose slots are freed after so many passes
 
     @classmethod
     def by(cls, seed: int) -> Drawn:
@@ -119,6 +121,13 @@ class Drawn:
         generator = torch.Generator().manual_seed(seed)
         ids = [3 + torch.randperm(50, generator=generator)[:length] for _ in range(batch)]
         # No token comes twice in a text, as equal keys would tie.
+        reused, copied, drops = (draw.random() < share for share in (0.2, 0.3, 0.3))
+        passes = range(1, len(blocks) + len(STEPS))
+        dropped = {}
+        if drops and not recalls:
+            for after in sorted(draw.sample(passes, 2)):
+                start = draw.randint(10, length - 6)  # behind what is pinned
+                dropped[after] = start, start + draw.randint(1, 5)
         return cls(
             family,
             changes,
@@ -132,8 +141,10 @@ class Drawn:
             block,
             every,
             blocks,
-            draw.random() < 0.2,
+            reused,
             torch.stack(ids),
+            draw.choice(passes) if copied and batch == 1 else 0,  # copies are of one sequence
+            dropped,
         )
 
     def model(self, attention: str = "kvcap") -> Any:
@@ -154,24 +165,37 @@ class Drawn:
         """
         model, held = self.model(), Chosen()
         eviction = self.eviction(model.config)
-        cache = kvcap.BudgetCache(
-            model.config,
-            self.budget,
-            self.block,
-            eviction,
-            positions=self.positions,
-            evict_every=self.every,
-        )
-        loop, logits = BlockLoop(model, cache), []
+
+        def loop_of_new_cache() -> BlockLoop:
+            cache = kvcap.BudgetCache(
+                model.config,
+                self.budget,
+                self.block,
+                eviction,
+                positions=self.positions,
+                evict_every=self.every,
+            )
+            return BlockLoop(model, cache)
+
+        loop, logits = loop_of_new_cache(), []
+        cache = loop.cache
         if self.reused:
             loop.prefill(self.ids.flip(1))
             cache.reset()
         with suppress(PinsTooLarge):  # beside those of some policies
             cache.pin(self.pins)
         steps = [step.expand(len(self.ids), -1) for step in STEPS]
-        for part in (*self.ids.split(self.blocks, 1), *steps):
+        for passes, part in enumerate((*self.ids.split(self.blocks, 1), *steps), 1):
             logits.append(loop.read(part))
             assert cache.held <= self.budget + (self.every - 1 if part.shape[1] == 1 else 0)
+            if span := self.dropped.get(passes):
+                loop.drop([span])
+            if passes == self.copied_after:
+                copy, loop = loop.copied(), loop_of_new_cache()
+                cache = loop.cache
+                cache.allocate(len(self.ids), model.dtype, model.device)
+                loop.go_on_from(copy)
+                cache.set_pins(copy.facts["pinned_spans"])
             for layer in cache.layout.shape.capped:
                 rows = [kept(cache, layer, row) for row in range(len(self.ids))]
                 held.setdefault(layer, []).append(rows)
@@ -193,7 +217,7 @@ class Drawn:
         self, row: int, pins: list[tuple[int, int]], held: Chosen
     ) -> tuple[ReferenceCache, Tensor]:
         """What the reference keeps of one text of the batch, and its logits [S, V]."""
-        follows = self.policy in FOLLOWED
+        follows = self.policy in FOLLOWED or self.dropped
         setting = Setting(
             self.policy,
             self.budget,
