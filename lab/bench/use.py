@@ -307,7 +307,7 @@ def _together(
         going = not ended
         tokens += going * settings["together"]
     seconds = time.perf_counter() - begun
-    how = "by turns: " + batch.apart if batch.apart else "at once"
+    how = "by turns: " + batch.why_one_by_one if batch.why_one_by_one else "at once"
     return {"tok_s": tokens / seconds, "tokens": tokens, "execution": how}
 
 

@@ -94,7 +94,7 @@ class NumpySampler:
         logits: Floats,
         history: NDArray[np.int64],
         allowed: NDArray[np.bool_] | None = None,
-        said: Sequence[int] = (),
+        answer: Sequence[int] = (),
     ) -> NDArray[np.int64]:
         """Draw token ids [1] from logits [1, V]; a repetition penalty looks at `history` [1, T].
 
@@ -102,7 +102,7 @@ class NumpySampler:
             logits: of the next token.
             history: the tokens so far.
             allowed: a mask over the vocabulary's first tokens; only those are drawn. None: any.
-            said: the answer's tokens, to which `penalties` apply.
+            answer: its tokens so far, to which `penalties` apply.
         """
         adjusted = logits[0].astype(np.float32)
         if allowed is not None:
@@ -111,7 +111,7 @@ class NumpySampler:
             adjusted[known:] = -np.inf
         for token, bias in self.biases.items():
             adjusted[token] += bias
-        for token, penalty in penalties(self.config, said).items():
+        for token, penalty in penalties(self.config, answer).items():
             adjusted[token] -= penalty
         self.penalise(adjusted, history[0])
         if self.greedy:
@@ -136,10 +136,10 @@ class NumpySampler:
     def penalise(self, scores: Floats, history: NDArray[np.int64]) -> None:
         """Apply the repetition penalty for tokens of `history` [T] to scores [V], in place."""
         if self.config.repetition_penalty not in (None, 1.0):
-            said = np.array(list(set(history.tolist())))
+            read = np.array(list(set(history.tolist())))
             penalty = np.float32(self.config.repetition_penalty)
-            scores[said] = np.where(
-                scores[said] < 0, scores[said] * penalty, scores[said] / penalty
+            scores[read] = np.where(
+                scores[read] < 0, scores[read] * penalty, scores[read] / penalty
             )
 
     def candidates(self, scores: Floats) -> tuple[NDArray[np.int64] | None, Floats]:

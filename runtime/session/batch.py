@@ -89,11 +89,11 @@ class Batch:
     full or not, and the next pass begins before text is made of the last one, where it is certain
     what it is to read. On a CPU all are read in one pass, each over its own cache.
 
-    Tokens are read one session after the other where `apart` says so, where a session is alone, and
-    on a GPU for sessions with true positions, and with pins later than their first message that a
-    rescorer asks for, or that first tokens yield to. So between two tokens of an answer lies at
-    most one pass over one prompt: a block, or on a GPU as many whole blocks as go through the model
-    at once.
+    Tokens are read one session after the other where `why_one_by_one` gives a reason, where a
+    session is alone, and on a GPU for sessions with true positions, and with pins later than their
+    first message that a rescorer asks for, or that first tokens yield to. So between two tokens of
+    an answer lies at most one pass over one prompt: a block, or on a GPU as many whole blocks as go
+    through the model at once.
 
     >>> from kvcap import Runtime
     >>> runtime = Runtime.from_pretrained("pocket", budget_tokens=64)
@@ -129,7 +129,7 @@ class Batch:
         self._launched: Callable[[], object] = lambda: None  # waits for the last block of a prompt
         self._begun: tuple[list[Answer], Callable[[], list[Any]]] = [], list  # a pass over rows
         self._rows: TokenReader | None
-        self._rows, self.apart = runtime.shared_rows(size)
+        self._rows, self.why_one_by_one = runtime.shared_rows(size)
         """Says why tokens are read one session after the other; None: they are read in one pass."""
 
     @property

@@ -145,12 +145,12 @@ class TokenSampler(Protocol):
         logits: Any,
         history: Any,
         allowed: NDArray[np.bool_] | None = None,
-        said: Sequence[int] = (),
+        answer: Sequence[int] = (),
     ) -> Any:
         """Draw token ids [1] from logits [1, V], given the tokens so far [1, T].
 
         Only tokens that are `allowed`, a mask over the first ones of the vocabulary, are drawn;
-        None: any. `penalties` apply to the tokens that the answer has `said`.
+        None: any. `penalties` apply to the tokens of the `answer` so far.
         """
 
     def logprobs(self, logits: Any, token: int, top: int) -> list[tuple[int, float]]:

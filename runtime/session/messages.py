@@ -24,8 +24,8 @@ from kvcap.runtime.session.template_forms import (
     template_for,
     with_short_ids,
 )
-from kvcap.runtime.session.told_tools import told
 from kvcap.runtime.session.tool_calls import HERMES
+from kvcap.runtime.session.tools_as_text import with_tools_as_text
 from kvcap.runtime.types import Message, Span, Tool
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -209,7 +209,7 @@ class ChatWriter:
         if self.tools or any(x["role"] == "tool" or x.get("tool_calls") for x in messages):
             can = self.abilities
             if not (can.tools or (can.calls and not self.tools)):
-                messages = told(messages, self.tools, in_system=can.system)
+                messages = with_tools_as_text(messages, self.tools, in_system=can.system)
                 writer = replace(self, tools=())
         template, write = writer._plain(prompt=prompt)
         taken = as_taken(template, write, messages)

@@ -26,19 +26,19 @@ def penalises(config: Any) -> bool:
     return any(_values(config))
 
 
-def penalties(config: Any, said: Sequence[int]) -> dict[int, float]:
+def penalties(config: Any, answer: Sequence[int]) -> dict[int, float]:
     """Return what is subtracted from the logits of tokens, by their ids.
 
     Args:
         config: settings of generation.
-        said: the answer's tokens so far.
+        answer: the answer's tokens so far.
     """
     presence, frequency, dry = _values(config)
     by_token = dict[int, float]()
     if presence or frequency:
-        by_token = {token: presence + frequency * times for token, times in Counter(said).items()}
+        by_token = {token: presence + frequency * times for token, times in Counter(answer).items()}
     if dry:
-        for token, length in _continuations(said).items():
+        for token, length in _continuations(answer).items():
             by_token[token] = by_token.get(token, 0.0) + dry * BASE ** (length - ALLOWED)
     return by_token
 
@@ -48,19 +48,19 @@ def _values(config: Any) -> tuple[float, float, float]:
     return presence, frequency, dry
 
 
-def _continuations(said: Sequence[int]) -> dict[int, int]:
-    """Return the tokens that followed a passage with which `said` ends, with its longest length.
+def _continuations(answer: Sequence[int]) -> dict[int, int]:
+    """Return the tokens that followed a passage with which `answer` ends, with its longest length.
 
     Passages of fewer than `ALLOWED` tokens do not count.
     """
-    longest, end = dict[int, int](), len(said)
-    last = said[-ALLOWED:]
+    longest, end = dict[int, int](), len(answer)
+    last = answer[-ALLOWED:]
     for start in range(end - ALLOWED):
         stop = start + ALLOWED
-        if said[stop - 1] != last[-1] or said[start:stop] != last:
+        if answer[stop - 1] != last[-1] or answer[start:stop] != last:
             continue
         length = ALLOWED
-        while length < min(stop, LONGEST) and said[stop - 1 - length] == said[end - 1 - length]:
+        while length < min(stop, LONGEST) and answer[stop - 1 - length] == answer[end - 1 - length]:
             length += 1
-        longest[said[stop]] = max(length, longest.get(said[stop], 0))
+        longest[answer[stop]] = max(length, longest.get(answer[stop], 0))
     return longest

@@ -163,7 +163,7 @@ def test_rows_are_planned_to_the_byte(
     running = Running(device="cpu", evict_every=every)
     opened = admitted(chat_model, budget, running, together=3, places=5)
     opened.scheduler.close()
-    assert opened.scheduler.batch.apart is None
+    assert opened.scheduler.batch.why_one_by_one is None
     assert opened.plan.shared.rows == opened.scheduler.batch.nbytes
     assert (opened.plan.shared.rows > 0) is (dtype == "bfloat16")
     assert opened.plan.shared.workspace > 0

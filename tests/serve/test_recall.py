@@ -227,7 +227,7 @@ def test_an_answer_with_recalled_text_beside_others_is_as_alone(
     counts = [session.turn.recalled_tokens for session in alone]
     assert [count > 0 for count in counts] == [True, False, True, False]
     batch = runtime.batch(4)
-    assert batch.apart is None
+    assert batch.why_one_by_one is None
     for session, text in zip(sessions, questions, strict=True):
         batch.add(session, session.send(text))
     pieces = [(sessions.index(session), text) for session, text in batch]

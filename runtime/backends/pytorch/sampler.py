@@ -104,7 +104,7 @@ class Sampler:
         logits: Tensor,
         history: Tensor,
         allowed: NDArray[np.bool_] | None = None,
-        said: Sequence[int] = (),
+        answer: Sequence[int] = (),
     ) -> Tensor:
         """Draw the next token ids [B] from logits [B, V].
 
@@ -113,7 +113,7 @@ class Sampler:
             history: [B, T], the tokens so far, for a repetition penalty.
             allowed: which of the vocabulary's first tokens may be drawn; others may not. None: any
                 token may.
-            said: the answer's tokens, to which `penalties` apply.
+            answer: its tokens so far, to which `penalties` apply.
         """
         if allowed is not None:
             gone = torch.ones(logits.shape[-1], dtype=torch.bool)
@@ -126,7 +126,7 @@ class Sampler:
         if self.biases:
             tokens, more = (_sent(x, logits.device) for x in self.biases)
             scores = scores.index_add(-1, tokens, more.expand(len(scores), -1))
-        if penalty_of := penalties(self.config, said):
+        if penalty_of := penalties(self.config, answer):
             both = torch.tensor([*penalty_of]), torch.tensor([*penalty_of.values()])
             tokens, less = (_sent(x, logits.device) for x in both)
             scores = scores.index_add(-1, tokens, -less.expand(len(scores), -1))

@@ -543,7 +543,7 @@ def test_rows_of_a_batch_are_held_to_schemas_of_their_own():
         return made
 
     batch, several = runtime.batch(3), sessions()
-    assert batch.apart is None
+    assert batch.why_one_by_one is None
     question = "What is the code for the blue door?"
     answers = together(batch, several, [question] * 4)
     assert answers == ["".join(session.send(question)) for session in sessions()]

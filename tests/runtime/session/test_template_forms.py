@@ -16,7 +16,7 @@ from kvcap.runtime.errors import ChatTemplateMissing
 from kvcap.runtime.session import chat_template
 from kvcap.runtime.session.messages import ChatWriter, render
 from kvcap.runtime.session.template_forms import without_default
-from kvcap.runtime.session.told_tools import told
+from kvcap.runtime.session.tools_as_text import with_tools_as_text
 
 SLOTS = 400
 TEMPLATES = PLAIN | PARTS | THINKING | TOOLS
@@ -140,7 +140,7 @@ NAMED = {"default": PLAIN["text"], "tool_use": TOOLS["own turn"], "rag": PARTS["
 def test_a_named_template_is_taken_as_by_transformers(tools, names):
     tokenizer = with_template(TOKENIZER, {name: NAMED[name] for name in names})
     said = [{"role": "user", "content": "Hi."}]
-    read = said if "tool_use" in names else told(said, tools, in_system=True)
+    read = said if "tool_use" in names else with_tools_as_text(said, tools, in_system=True)
     assert render(tokenizer, said, tools) == tokenizer.apply_chat_template(
         read, tools=tools or None, tokenize=False, add_generation_prompt=True
     )

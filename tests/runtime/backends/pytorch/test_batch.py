@@ -97,7 +97,7 @@ def test_answers_and_what_is_kept_are_those_of_sessions_alone(
 ) -> None:
     runtime = runtime_of(policy)
     batch = runtime.batch(2)  # the third waits until one has ended
-    assert batch.apart is None
+    assert batch.why_one_by_one is None
     questions = [QUESTION.format(door) for door in ("blue", "red", "old")]
     as_alone(batch, *pair(runtime, SAID), questions)
 
@@ -480,7 +480,7 @@ def test_what_cannot_share_a_cache_is_answered_by_turns(
     runtime = runtime_of(policy, **more)
     texts = SAID[:2] if policy != "full" else ["Hello."] * 2
     batch = runtime.batch(2)
-    assert why in str(batch.apart)
+    assert why in str(batch.why_one_by_one)
     as_alone(batch, *pair(runtime, texts, 6))
 
 

@@ -460,7 +460,7 @@ def test_sessions_of_unequal_lengths_answer_together_as_alone(policy):
     alone, sessions = begun(), begun()
     expected = ["".join(session.send("Go on.")) for session in alone]
     batch = runtime.batch(4)
-    assert batch.apart is None
+    assert batch.why_one_by_one is None
     for session in sessions:
         batch.add(session, session.send("Go on."))
     found = dict.fromkeys(map(id, sessions), "")

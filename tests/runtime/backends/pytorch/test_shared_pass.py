@@ -74,9 +74,9 @@ def test_answers_and_what_is_kept_are_those_of_sessions_alone(
     runtime, tokens = runtime_of(policy, **more), (40, 12, 24)
     alone, sessions = sessions_of(runtime, tokens), sessions_of(runtime, tokens)
     batch, sizes = runtime.batch(2), list[int]()
-    if batch.apart is None and not isinstance(batch._rows, SharedPass):
+    if batch.why_one_by_one is None and not isinstance(batch._rows, SharedPass):
         pytest.skip("these share a cache")
-    assert batch.apart is None
+    assert batch.why_one_by_one is None
     read = shared_pass.read_token_of_each
     monkeypatch.setattr(
         shared_pass, "read_token_of_each", lambda *a: (sizes.append(len(a[1])), read(*a))[1]

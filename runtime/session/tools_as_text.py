@@ -15,11 +15,13 @@ from kvcap.runtime.types import Message, Tool
 CLOSES = "</tool_call>"
 
 
-def told(messages: Sequence[Message], tools: Sequence[Tool], *, in_system: bool) -> list[Message]:
+def with_tools_as_text(
+    messages: Sequence[Message], tools: Sequence[Tool], *, in_system: bool
+) -> list[Message]:
     r"""Return messages in which tools, their calls and their results are texts.
 
     >>> result = {"role": "tool", "content": "2"}
-    >>> told([result, {"role": "user", "content": "Thanks."}], (), in_system=True)
+    >>> with_tools_as_text([result, {"role": "user", "content": "Thanks."}], (), in_system=True)
     [{'role': 'user', 'content': '<tool_response>\n2\n</tool_response>\n\nThanks.'}]
 
     Args:
