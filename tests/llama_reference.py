@@ -132,7 +132,6 @@ class Follower:
     def reset(self) -> None:
         """Forget everything."""
         self.plain.calls.llama_memory_seq_rm(self.plain.memory, 0, 0, -1)
-        self.compact, self.auto = self.positions == "compact", self.positions == "auto"
         self.held: list[tuple[int, int]] = []  # places in the conversation, and positions
         self.seen = 0
         self.steps: list[tuple[list[int], list[int]]] = []
@@ -149,8 +148,8 @@ class Follower:
         """Read a block; return all its logits [n, V]."""
         self.steps.append(([position for position, _ in self.held], [*tokens]))
         first = self.held[-1][1] + 1 if self.held else 0
-        if self.auto and first + len(tokens) > self.plain.model.trained_length:
-            self.compact, self.auto = True, False
+        too_far = first + len(tokens) > self.plain.model.trained_length
+        if self.positions == "auto" and too_far:
             self._close_up()
             first = len(self.held)
         positions = range(first, first + len(tokens))
@@ -166,7 +165,7 @@ class Follower:
         for entry in [entry for entry in self.held if entry[0] not in stay]:
             self.plain.free(entry[1])
             self.held.remove(entry)
-        if self.compact:
+        if self.positions == "compact":
             self._close_up()
 
     def _close_up(self) -> None:

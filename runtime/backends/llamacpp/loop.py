@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 SAVED = ("state", "tokens", "places")
 NONE: Indices = np.empty(0, np.int64)
+BEYOND = 1 << 31  # of all positions
 
 
 class LlamaCache(ArrayCache):
@@ -40,7 +41,8 @@ class LlamaCache(ArrayCache):
         context: that has a free sequence.
         ranking: says which tokens stay.
         budget: slots that stay after every block.
-        positions: of kept tokens: 'compact', 'true' or 'auto'.
+        positions: of kept tokens: 'true'; 'compact': numbered from 0 after every eviction; or
+            'auto': only where the next would be beyond the length that the model was trained on.
 
     Raises:
         UnsupportedModel: tokens are to be renumbered, and the library cannot turn their keys.
@@ -56,7 +58,9 @@ class LlamaCache(ArrayCache):
             )
         super().__init__(budget)
         self.context, self.ranking, self.budget = context, ranking, budget
-        self.positions, self.trained_length = positions, context.model.trained_length
+        self.positions = positions
+        self.limit = {"compact": 0, "auto": context.model.trained_length, "true": BEYOND}[positions]
+        """Holds the position beyond which kept tokens are numbered anew, from 0."""
         self.sequence = context.lease()
         # A finaliser may run in any thread, so it only says that the sequence is free.
         weakref.finalize(self, context.free.append, self.sequence)
@@ -64,7 +68,6 @@ class LlamaCache(ArrayCache):
         """Holds the index in the conversation of each token that is held, ascending."""
         self.cell_positions = NONE
         """Holds their positions."""
-        self._compact = positions == "compact"
         self._moved = False  # True: keys are turned to their positions with the next pass
 
     @property
@@ -120,16 +123,13 @@ class LlamaCache(ArrayCache):
         self.context.remove(self.sequence)
         super().reset()
         self.tokens = self.cell_positions = NONE
-        self._compact, self._moved = self.positions == "compact", False
+        self._moved = False
 
     def next_positions(self, count: int) -> list[int]:
         """Return the positions of the next tokens; evicts first where cells are not enough."""
         if self.held + count > self.context.cells:
             self.evict()
-        too_far = self._next + count > self.trained_length
-        if self.positions == "auto" and too_far and not self._compact:
-            self._compact = True
-            self._keep(np.ones(self.held, bool))
+        self._renumber_beyond_limit(count)
         first = self._next
         return list(range(first, first + count))
 
@@ -167,20 +167,25 @@ class LlamaCache(ArrayCache):
         self._keep(~in_spans(self.tokens, spans))
 
     def _keep(self, stays: NDArray[np.bool_]) -> None:
-        """Free the cells of tokens that do not stay; renumber the others if they are compact."""
+        """Free the cells of tokens that do not stay."""
         for start, stop in runs(~stays):
             first, last = int(self.cell_positions[start]), int(self.cell_positions[stop - 1])
             self.context.remove(self.sequence, first, last + 1)
-        self.tokens, positions = self.tokens[stays], self.cell_positions[stays]
-        if self._compact:
-            by = np.arange(len(positions)) - positions  # 0 or less, and falling
-            for start, stop in runs_of_equal(by):
-                if by[start]:
-                    first, last = int(positions[start]), int(positions[stop - 1])
-                    self.context.move(self.sequence, first, last + 1, int(by[start]))
-                    self._moved = True
-            positions = np.arange(len(positions))
-        self.cell_positions = positions
+        self.tokens, self.cell_positions = self.tokens[stays], self.cell_positions[stays]
+        self._renumber_beyond_limit(0)
+
+    def _renumber_beyond_limit(self, count: int) -> None:
+        """Number kept tokens from 0 if positions would exceed the limit with so many more."""
+        if self._next + count <= self.limit or self._next == self.held:
+            return
+        positions = self.cell_positions
+        by = np.arange(len(positions)) - positions  # 0 or less, and falling
+        for start, stop in runs_of_equal(by):
+            if by[start]:
+                first, last = int(positions[start]), int(positions[stop - 1])
+                self.context.move(self.sequence, first, last + 1, int(by[start]))
+                self._moved = True
+        self.cell_positions = np.arange(len(positions))
 
     def settle_keys(self) -> None:
         """Rotate moved keys to their new positions now, not with the next token.
@@ -295,8 +300,9 @@ class LlamaLoop(ArrayLoop):
             "tokens": cache.tokens,
             "places": cache.cell_positions,
         }
-        facts = {"seen": cache.seen, "compact": cache._compact}
-        return CacheCopy(facts, arrays, sum(array.nbytes for array in arrays.values()))
+        return CacheCopy(
+            {"seen": cache.seen}, arrays, sum(array.nbytes for array in arrays.values())
+        )
 
     def go_on_from(self, copy: CacheCopy) -> None:
         """Have the cache hold what a cache of this model held when it was copied.
@@ -312,15 +318,13 @@ class LlamaLoop(ArrayLoop):
                 cache.tokens = cache.cell_positions = NONE
                 return
             cache.tokens, cache.cell_positions = copy.tensors["tokens"], copy.tensors["places"]
-            cache._compact = copy.facts["compact"] or cache.positions == "compact"
             if not cache.context.set_state(cache.sequence, copy.tensors["state"]):
                 cache.reset()
                 raise MemoryCapExceeded(
                     f"llama.cpp did not take back the cells that were copied: "
                     f"{reason(cache.context.library.said())}"
                 )
-            if cache._compact and not copy.facts["compact"]:
-                cache._keep(np.ones(cache.held, bool))
+            cache._renumber_beyond_limit(0)  # as the copy may be of other positions
 
     def take(self, copy: CacheCopy, spans: Sequence[Span]) -> None:
         """Have the cache hold the cells of a file that its budget has room for; see `ArrayLoop`.
@@ -347,7 +351,7 @@ class LlamaLoop(ArrayLoop):
             "positions": cache.positions,
             "policy": cache.ranking.name,
             "budget_tokens": cache.budget,
-            "compact": False,
+            "compact": cache.positions == "compact",
             **copy.facts,
         }
 
@@ -379,7 +383,7 @@ class LlamaLoop(ArrayLoop):
                 "slots"
             )
         arrays["state"] = for_streams(arrays["state"], context.sequences, context.model)
-        return CacheCopy({"seen": seen, "compact": bool(facts.get("compact"))}, arrays)
+        return CacheCopy({"seen": seen}, arrays)
 
     @property
     def room(self) -> Room:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_gguf
 from llama_reference import loaded, needs_library, runtime_of, text_ids
@@ -93,6 +94,22 @@ def test_a_plan_of_the_header_is_that_of_the_model(
     context = Context(loaded(file), 364, 64, kv_dtype=kv_dtype)
     planner = LlamaPlanner(loaded(file), ranking_of("keydiff", {}), settings)
     assert planner.plan(300, 64, context.allocated) == plans[0]
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "positions"), [(None, "compact"), ("q8_0", "compact"), ("int4", "auto")]
+)
+def test_keys_of_four_bits_keep_their_positions(
+    gguf: Files, kv_dtype: Any, positions: Positions
+) -> None:
+    """The library rounds quantised keys anew whenever they move."""
+    runtime = runtime_of(gguf(trained=4096), kv_dtype=kv_dtype, evict_every=1)
+    assert runtime.plan.positions == positions
+    loop = runtime.loop()
+    for _ in range(20):
+        loop.read(np.array([[5] * runtime.plan.block_size]))
+    moved = loop.cache.cell_positions.tolist() == [*range(loop.cache.held)]
+    assert moved == (positions == "compact")
 
 
 def test_a_model_of_windows_alone_is_refused_by_name(tmp_path: Path) -> None:
