@@ -123,10 +123,12 @@ class Follower:
     Args:
         plain: the context.
         positions: how kept tokens are numbered.
+        limit: the position that compact ones may reach before they are numbered from 0 again.
     """
 
-    def __init__(self, plain: Plain, positions: Positions) -> None:
-        self.plain, self.positions = plain, positions
+    def __init__(self, plain: Plain, positions: Positions, limit: int = 0) -> None:
+        self.plain, trained = plain, plain.model.trained_length
+        self.limit = {"compact": limit, "auto": trained, "true": 1 << 40}[positions]
         self.reset()
 
     def reset(self) -> None:
@@ -147,11 +149,8 @@ class Follower:
     def read(self, tokens: Sequence[int]) -> Floats:
         """Read a block; return all its logits [n, V]."""
         self.steps.append(([position for position, _ in self.held], [*tokens]))
+        self._close_up_beyond(len(tokens))
         first = self.held[-1][1] + 1 if self.held else 0
-        too_far = first + len(tokens) > self.plain.model.trained_length
-        if self.positions == "auto" and too_far:
-            self._close_up()
-            first = len(self.held)
         positions = range(first, first + len(tokens))
         logits = self.plain.read(tokens, positions)
         self.held += zip(range(self.seen, self.seen + len(tokens)), positions, strict=True)
@@ -165,11 +164,12 @@ class Follower:
         for entry in [entry for entry in self.held if entry[0] not in stay]:
             self.plain.free(entry[1])
             self.held.remove(entry)
-        if self.positions == "compact":
-            self._close_up()
+        self._close_up_beyond(0)
 
-    def _close_up(self) -> None:
-        """Move every token behind a gap next to the one before it, gap by gap."""
+    def _close_up_beyond(self, count: int) -> None:
+        """Move every token next to the one before it if so many more would exceed the limit."""
+        if not self.held or self.held[-1][1] + 1 + count <= self.limit:
+            return
         for i in range(len(self.held)):
             if by := i - self.held[i][1]:
                 self.plain.move(self.held[i][1], by)

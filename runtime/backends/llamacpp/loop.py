@@ -41,8 +41,9 @@ class LlamaCache(ArrayCache):
         context: that has a free sequence.
         ranking: says which tokens stay.
         budget: slots that stay after every block.
-        positions: of kept tokens: 'true'; 'compact': numbered from 0 after every eviction; or
-            'auto': only where the next would be beyond the length that the model was trained on.
+        positions: of kept tokens: 'true'; 'compact': numbered from 0 after every eviction, or where
+            cells have 4 bits before they exceed twice the cells, as the library rounds quantised
+            keys anew whenever they move; 'auto': before they exceed the model's trained length.
 
     Raises:
         UnsupportedModel: tokens are to be renumbered, and the library cannot turn their keys.
@@ -58,8 +59,9 @@ class LlamaCache(ArrayCache):
             )
         super().__init__(budget)
         self.context, self.ranking, self.budget = context, ranking, budget
-        self.positions = positions
-        self.limit = {"compact": 0, "auto": context.model.trained_length, "true": BEYOND}[positions]
+        self.positions, trained = positions, context.model.trained_length
+        compact = min(2 * context.cells, trained) if context.kv_dtype == "q4_0" else 0
+        self.limit = {"compact": compact, "auto": trained, "true": BEYOND}[positions]
         """Holds the position beyond which kept tokens are numbered anew, from 0."""
         self.sequence = context.lease()
         # A finaliser may run in any thread, so it only says that the sequence is free.

@@ -69,16 +69,8 @@ class LlamaPlanner:
 
     @property
     def positions(self) -> Positions:
-        """Return how kept tokens are numbered: from 0 unless keys or states cannot move.
-
-        The library rounds quantised keys anew whenever they move, so that those of 4 bits move only
-        where positions would leave the length that the model was trained on.
-        """
-        if self.settings.positions is not None:
-            return self.settings.positions
-        if self.model.recurrent:
-            return "true"
-        return "auto" if cell_type(self.settings.kv_dtype) == "q4_0" else "compact"
+        """Return how kept tokens are numbered: from 0 unless keys or states cannot move."""
+        return self.settings.positions or ("true" if self.model.recurrent else "compact")
 
     def plan(self, budget: int, block: int, allocated: Allocated | None = None) -> MemoryPlan:
         """Return the plan of so many slots and tokens of a block.
