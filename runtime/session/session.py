@@ -350,7 +350,8 @@ class Session:
             "unread_since": self.cache.seen if unread else 0,
             "seed": self.seed,
             "read_ids": self.read_ids,
-            "read_before_answer": 0 if answered is None or answered.begin else answered.tokens,
+            "read_before_answer": 0 if answered is None else answered.tokens,
+            "answer_begins": "" if answered is None else answered.begin,
             "recalled_spans": self.recall.spans,
             "regions": self.loop.cache.regions.facts,
         }
@@ -376,7 +377,8 @@ class Session:
         self.loop.cache.regions.add({kind: [(a, b) for a, b in regions[kind]] for kind in regions})
         self._answered = None
         if tokens := conversation.get("read_before_answer", 0):
-            self._answered = AnsweredPrompt(self._unanswered, self._read_with, False, tokens)
+            begin = conversation.get("answer_begins", "")
+            self._answered = AnsweredPrompt(self._unanswered, self._read_with, False, tokens, begin)
 
     def send(
         self,

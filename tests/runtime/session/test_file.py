@@ -19,7 +19,7 @@ import torch
 from conftest import in_turn, small_policy, tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tools import runtime_of
+from tools import pocket_runtime, runtime_of
 
 import kvcap
 from kvcap import cli
@@ -105,6 +105,17 @@ def test_bytes_of_a_session_of_another_budget(policy, positions, sinks, tokens, 
         runtime = runtime_of(model, eviction, budget, 16, positions)
         cache = Session.load(runtime, tmp_path / "s").cache
         assert cache.nbytes == runtime.plan.cache_bytes
+
+
+def test_an_answer_is_given_again_from_its_beginning(tmp_path):
+    runtime = pocket_runtime()
+    session = runtime.session()
+    session.set_generation(max_new_tokens=6)
+    rest = "".join(session.send("Who are you?", begin="I am"))
+    session.save(tmp_path / "s")
+    loaded = Session.load(runtime, tmp_path / "s")
+    assert "".join(loaded.regenerate()) == rest
+    assert loaded.messages == session.messages
 
 
 def test_a_smaller_budget_keeps_what_the_policy_would(tokens, tmp_path):
