@@ -141,9 +141,9 @@ def sizes(shape: Shape, queries: int | None) -> dict[str, int | None]:
         queries: how many of the last queries the policy observes; None: all of the block.
     """
     static = shape.slots is not None
-    count = shape.block if queries is None else queries
+    count, block = shape.block if queries is None else queries, None
     if shape.slots is not None:
-        count = min(count, shape.slots)
+        count, block = min(count, shape.slots), min(shape.block, shape.slots)
     return {
         "batch": shape.batch,
         "kv_heads": shape.kv_heads,
@@ -152,8 +152,8 @@ def sizes(shape: Shape, queries: int | None) -> dict[str, int | None]:
         "head_dim": shape.head_dim,
         "slots": shape.slots,
         "queries": count if static or count == 1 else None,
-        "block": shape.block if static else None,
-        "gone": shape.block if static else None,
+        "block": block,
+        "gone": block,
         "hidden": None,
         "kept": None if shape.slots is None else min(shape.budget, shape.slots),
     }

@@ -219,6 +219,11 @@ def test_static_shapes(name, stage, tmp_path):
     assert file.stat().st_size <= 8192  # no constant of a size that grows with the slots
 
 
+def test_fewer_slots_than_a_block_or_a_window(tmp_path):
+    shape = Shape(kv_heads=2, heads=4, head_dim=16, slots=8)
+    export(tmp_path, "snapkv", shape=shape)
+
+
 def test_a_soft_cap_and_a_scaling_of_its_own(tmp_path):
     shape = Shape(kv_heads=2, heads=4, head_dim=16, scaling=0.1, softcap=5.0, block=10, budget=40)
     export(tmp_path, "tova", shape=shape)
