@@ -27,9 +27,10 @@ def parse_bytes(size: str | int) -> int:
     Raises:
         PlanInfeasible: not a size.
     """
-    if isinstance(size, int):
+    if type(size) is int:
         return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", size.lower())
+    text = size.lower() if isinstance(size, str) else ""
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text)
     if not match or match[2] not in FACTORS:
         raise PlanInfeasible(f"{size!r} is not a size; write 1048576, 256KiB, 64MiB or 2GB")
     return int(float(match[1]) * FACTORS[match[2]])

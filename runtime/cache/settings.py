@@ -6,7 +6,7 @@ Names, defaults and checks of all of them are here; what a policy or a model ref
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict, get_args
 
@@ -118,6 +118,9 @@ class CacheSettings:
             whole, *rest = given
         if len(rest) > len(order):
             raise TypeError(f"{rest[len(order)]!r}: give settings of a cache by their names")
+        known = [field.name for field in fields(cls)]
+        if unknown := [name for name in named if name not in known]:
+            raise TypeError(f"no setting {unknown[0]!r} of a cache; known: {', '.join(known)}")
         return replace(whole, **dict(zip(order, rest, strict=False)), **named)
 
     @property

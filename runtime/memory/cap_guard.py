@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.memory.free_memory import process_bytes, return_freed
@@ -54,11 +54,13 @@ class CapGuard:
 
 
 def check_enforce(enforce: str, cap: object) -> None:
-    """Refuse to have the system hold a cap where none is given.
+    """Refuse an unknown way to hold a cap, and to have the system hold one where none is given.
 
     Raises:
-        ValueError: there is no cap.
+        ValueError: there is no such way, or no cap.
     """
+    if enforce not in get_args(Enforce):
+        raise ValueError(f"enforce={enforce!r}: use {' or '.join(map(repr, get_args(Enforce)))}")
     if enforce == "rlimit" and cap is None:
         raise ValueError(
             "enforce 'rlimit' has the system hold a memory cap, and none is given; give one, such "

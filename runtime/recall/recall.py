@@ -131,8 +131,10 @@ class Recall:
 
     @limit.setter
     def limit(self, tokens: int) -> None:
-        if tokens < 0:
-            raise ValueError(f"recall of {tokens} tokens will not work; use 0 (off) or more")
+        if type(tokens) is not int or tokens < 0:
+            raise ValueError(
+                f"recall of {tokens!r} tokens will not work; use a whole number, 0 (off) or more"
+            )
         self.settings = self.settings._replace(tokens=tokens)
         self._limit = self.settings.limit(self._budget)
         if tokens and segment_length(self._limit) != self._longest:

@@ -160,11 +160,14 @@ class Decoding:
         """Refuse tokens that a tokenizer has beyond the model's embedding, such as added ones."""
         vocabulary, tokenizer = self.engine.vocabulary, self.engine.tokenizer
         if (largest := max(ids, default=0)) >= vocabulary:
-            text = tokenizer.backend_tokenizer.id_to_token(largest)
+            backend = tokenizer.backend_tokenizer
+            named = f"token {largest:,}"
+            if largest < backend.get_vocab_size():
+                named = f"{backend.id_to_token(largest)!r}, {named} of the tokenizer"
             raise TokenUnknown(
-                f"the text has {text!r}, token {largest:,} of the tokenizer, and the model has "
-                f"embeddings of {vocabulary:,} tokens (0 to {vocabulary - 1:,}); leave it out of "
-                "messages, or use the tokenizer that belongs to the model"
+                f"the text has {named}, and the model has embeddings of {vocabulary:,} tokens "
+                f"(0 to {vocabulary - 1:,}); leave it out of messages, or use the tokenizer that "
+                "belongs to the model"
             )
 
     def _check_scored(self, config: Any) -> None:

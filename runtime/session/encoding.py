@@ -88,8 +88,10 @@ def check_letters(text: str) -> None:
     any bytes.
 
     Raises:
-        MessagesInvalid: naming the first, with the letters around it.
+        MessagesInvalid: naming the first, with the letters around it; or it is no text.
     """
+    if not isinstance(text, str):
+        raise MessagesInvalid(f"a {type(text).__name__} was given; give a text")
     try:
         text.encode()
     except UnicodeEncodeError as error:

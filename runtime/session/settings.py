@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -26,7 +27,9 @@ class Bounds(NamedTuple):
     def holds(self, value: Any) -> bool:
         """Return whether a value is of the kind and within the bounds."""
         kinds = (int,) if self.kind is int else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            return False
+        if self.kind is float and abs(value) > sys.float_info.max:  # infinite, or a longer integer
             return False
         return self.low <= value <= self.high and not (self.above and value == self.low)
 

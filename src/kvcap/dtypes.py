@@ -74,12 +74,12 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def parse(given: str | torch.dtype | None) -> torch.dtype | None:
-    """Return PyTorch's type of a name, or the type or None that was given.
+    """Return PyTorch's type of a name or of itself; None where none is given.
 
     Raises:
         ValueError: not one that models run in.
     """
-    return torch_dtype(given) if isinstance(given, str) else given
+    return None if given is None else torch_dtype(str(given))
 
 
 def of_model(given: str | torch.dtype | None, config: Any) -> torch.dtype:

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+import torch
 from conftest import tiny_config, tiny_model
 
 import kvcap
@@ -76,11 +77,24 @@ def test_what_cannot_be_is_refused_wherever_it_is_given(given, said):
             make(**given)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"enforce": "rlimt"}, "enforce='rlimt': use 'check' or 'rlimit'"),
+        ({"dtype": 3}, "dtype '3' is not known"),
+        ({"dtype": torch.int8}, "dtype 'torch.int8' is not known"),
+    ],
+)
+def test_what_a_runtime_cannot_take_is_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        kvcap.Runtime.from_pretrained("pocket", memory_cap="4GiB", device="cpu", **given)
+
+
 def test_a_cache_takes_no_bytes_and_says_what_does():
     with pytest.raises(PlanInfeasible, match="MemoryPlan"):
         kvcap.BudgetCache(tiny_config("llama"), kv_budget="64KiB")
     for wrong in ({"bugdet": 3}, {"evict": 1}):
-        with pytest.raises(TypeError, match=next(iter(wrong))):
+        with pytest.raises(TypeError, match=f"no setting '{next(iter(wrong))}'.*budget_tokens"):
             kvcap.BudgetCache(tiny_config("llama"), **wrong)
     with pytest.raises(TypeError, match="by their names"):
         kvcap.BudgetCache(tiny_config("llama"), 24, 8, "knorm", "true")

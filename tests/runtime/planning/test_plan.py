@@ -193,7 +193,9 @@ def test_sizes(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "lots", "-1KiB", "1KiBi", "12 parsecs", "i"])
+@pytest.mark.parametrize(
+    "text", ["", "lots", "-1KiB", "1KiBi", "12 parsecs", "i", "9" * 400, 1.5, True, []], ids=repr
+)
 def test_bad_sizes(text):
     with pytest.raises(PlanInfeasible, match="is not a size"):
         parse_bytes(text)

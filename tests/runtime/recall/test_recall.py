@@ -94,8 +94,9 @@ def test_what_is_read_again_stays_within_the_limit(tokenizer, recall):
         assert bool(tokens) == (limit >= 64)
         assert [one.span for one in recall.passages] == sorted(o.span for o in recall.passages)
     assert len(recall.passages) > 1
-    with pytest.raises(ValueError, match="use 0"):
-        recall.limit = -1
+    for wrong in (-1, 1.5, True, None):
+        with pytest.raises(ValueError, match="use a whole number, 0"):
+            recall.limit = wrong
 
 
 def test_unknown_tokens_are_left_out(tokenizer, recall):

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_engine import held, session_of
 
-from kvcap.runtime.errors import ChatTemplateMissing, EmptyPrompt, KvcapError, MessagesInvalid
+from kvcap.runtime.errors import (
+    ChatTemplateMissing,
+    EmptyPrompt,
+    KvcapError,
+    MessagesInvalid,
+    TokenUnknown,
+)
 from kvcap.runtime.session.messages import ROLES, checked_messages, render, system_message
 
 SLOTS = 400
@@ -55,6 +61,11 @@ def test_what_is_no_letter_is_refused_and_changes_nothing(runtime, text):
         with pytest.raises(MessagesInvalid, match="cannot be read: at letter") as refused:
             ask()
         assert str(refused.value).isascii()  # so that it can be shown
+    for ask in (lambda: session.send("Hi.", begin=3), lambda: session_of(runtime, ["Be kind."])):
+        with pytest.raises(MessagesInvalid, match="was given; give a text"):
+            ask()
+    with pytest.raises(TokenUnknown, match=r"has token 1,099,511,627,776, and the model"):
+        session.complete([2**40])
     assert session.conversation == before
     assert "".join(session.send("Hello?"))
 

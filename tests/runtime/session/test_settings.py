@@ -26,6 +26,7 @@ from kvcap.runtime.session import settings as bounds
         ({"temperature": "warm"}, "temperature='warm' will not work"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"temperature": float("inf")}, "temperature=inf"),
+        ({"temperature": 10**400}, "a number, 0 or more"),
         ({"top_p": 1.1}, "a number from 0 to 1"),
         ({"top_k": 2.5}, "a whole number, 0 or more"),
         ({"min_p": True}, "min_p=True"),
