@@ -198,10 +198,11 @@ class Chat:
 
     def _help(self, _: str) -> None:
         usages = {f"/{name} {usage}": says for name, (usage, says, _) in self.COMMANDS.items()}
-        indent = max(map(len, usages)) + 2
         width = min(columns() or 80, 80)
+        indent = min(max(map(len, usages)) + 2, width // 2)
         for usage, says in usages.items():
-            dim(textwrap.fill(f"{usage:<{indent}}{says}", width, subsequent_indent=" " * indent))
+            text = f"{usage:<{indent - 2}}  {says}"
+            dim(textwrap.fill(text, width, subsequent_indent=" " * indent))
         if self.spaced:
             dim(KEYS)
 
@@ -334,7 +335,8 @@ class Chat:
         if rest:
             self.session.system = None if rest in ('""', "''") else rest
             self.session.cache.reset()
-            dim(f"system prompt set{REREAD if self.session.messages else ''}")
+            done = "set" if self.session.system else "removed"
+            dim(f"system prompt {done}{REREAD if self.session.messages else ''}")
         else:
             dim(self.session.system or 'no system prompt; /system TEXT sets one, /system "" none')
 

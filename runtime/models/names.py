@@ -181,6 +181,11 @@ def _kind(path: Path) -> str:
         return f"a file of weights; give the directory of the whole model: {folder!r}"
     if path.suffix == ".onnx":
         return f"an ONNX graph; give the directory that kvcap export decoder wrote: {folder!r}"
+    if path.suffix.lower() == ".gguf":
+        return (
+            "no GGUF file, as its first bytes are others; copy or download it again, whole and "
+            "without a page or a pointer in its place"
+        )
     return f"a file; give the directory of a model, such as {folder!r}, or a repository of the hub"
 
 

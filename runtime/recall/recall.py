@@ -228,7 +228,7 @@ class Recall:
             if role == USER and stop - first <= QUESTION and len(passages) < MOST_TOLD:
                 pieces = [self._pieces(token) for token in ids[first:stop]]
                 for a, b in pairwise([0, *cuts(pieces, self._longest), len(pieces)]):
-                    text = "".join(pieces[a:b]).strip()
+                    text = self._text(ids[first + a : first + b]).strip()
                     if text and not asks(text):
                         passages.append(Passage((first + a, first + b), text, 0))
         return passages

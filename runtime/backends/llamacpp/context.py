@@ -27,7 +27,7 @@ from kvcap.runtime.backends.llamacpp.library import (
     LlamaBatch,
 )
 from kvcap.runtime.backends.llamacpp.model import LlamaModel, reason
-from kvcap.runtime.cores import free_core_count
+from kvcap.runtime.cores import free_core_count, usable_cores
 from kvcap.runtime.errors import MemoryCapExceeded, UnsupportedModel
 
 Floats = NDArray[np.float32]
@@ -161,8 +161,8 @@ class Context:
         sequences: conversations.
         kv_dtype: of cells: 'q8_0', 'q4_0', or None for float16.
         outputs: logits that a pass may give; 0: as many as conversations.
-        threads: that compute; None: as many as there are free cores, counted before each pass of
-            several tokens.
+        threads: that compute, at most as many as there are cores; None: as many as there are free
+            cores, counted before each pass of several tokens.
 
     Raises:
         MemoryCapExceeded: the library cannot allocate it.
@@ -189,8 +189,9 @@ class Context:
         settings.n_outputs_max = self.outputs
         settings.n_outputs_max_per_seq = max(1, outputs)
         settings.type_k = settings.type_v = CELL_TYPES[kv_dtype]
-        self.threads = threads
-        settings.n_threads = settings.n_threads_batch = threads or free_core_count()
+        # More threads than cores wait for each other for minutes.
+        self.threads = threads and min(threads, len(usable_cores()))
+        settings.n_threads = settings.n_threads_batch = self.threads or free_core_count()
         model.library.said()
         self.pointer: int | None = self.calls.llama_init_from_model(model.pointer, settings)
         said = model.library.said()

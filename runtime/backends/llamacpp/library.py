@@ -161,6 +161,7 @@ LogFunction = CFUNCTYPE(None, ctypes.c_int, c_char_p, c_void_p)
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_backend_init": (None, ()),
     "llama_log_set": (None, (LogFunction, c_void_p)),
+    "llama_supports_gpu_offload": (c_bool, ()),
     "llama_version": (c_char_p, ()),
     "llama_model_default_params": (ModelSettings, ()),
     "llama_model_load_from_file": (c_void_p, (c_char_p, ModelSettings)),

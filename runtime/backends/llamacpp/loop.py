@@ -340,11 +340,18 @@ class LlamaLoop(ArrayLoop):
         except MemoryCapExceeded:
             self.go_on_from(before)
             raise
-        self.cache.evict()
+        if copy.facts["budget_tokens"] > self.cache.budget:  # else it goes on as it was
+            self.cache.evict()
 
     def held(self) -> tuple[Arrays, dict[str, Any]]:
-        """Return the cells in use, as a context of one conversation has them, and facts."""
+        """Return the cells in use, as a context of one conversation has them, and facts.
+
+        A file has cells without gaps, and attention adds up its numbers in the order of cells. So
+        this conversation goes on from the same order, or its answers would be others than those of
+        one that is loaded from the file.
+        """
         cache, copy = self.cache, self.copied()
+        self.go_on_from(copy)
         tensors = dict(copy.tensors)
         if cache.seen:
             tensors["state"] = for_streams(tensors["state"], 1, cache.context.model)
@@ -366,7 +373,7 @@ class LlamaLoop(ArrayLoop):
         """
         facts, context = file.facts, self.cache.context
         if not (seen := facts["seen"]):
-            return CacheCopy({"seen": 0}, {})
+            return CacheCopy({"seen": 0, "budget_tokens": 0}, {})
         if missing := [name for name in SAVED if name not in file.names]:
             raise ValueError(f"{missing[0]} is missing")
         arrays = {name: file.tensor(name) for name in SAVED}
@@ -385,7 +392,7 @@ class LlamaLoop(ArrayLoop):
                 "slots"
             )
         arrays["state"] = for_streams(arrays["state"], context.sequences, context.model)
-        return CacheCopy({"seen": seen}, arrays)
+        return CacheCopy({"seen": seen, "budget_tokens": facts["budget_tokens"]}, arrays)
 
     @property
     def room(self) -> Room:

@@ -42,7 +42,7 @@ class LlamaModel:
 
     Raises:
         ModelFilesBroken: the library cannot load it.
-        UnsupportedModel: it writes no text.
+        UnsupportedModel: it writes no text, or layers are to be on a GPU without a build for one.
     """
 
     def __init__(
@@ -50,6 +50,12 @@ class LlamaModel:
     ) -> None:
         self.library, self.file, self.planned = library, file, planned
         calls, settings = library.calls, library.model_settings()
+        if gpu_layers and not calls.llama_supports_gpu_offload():
+            raise UnsupportedModel(
+                f"--gpu-layers {gpu_layers} needs a build of llama.cpp for a GPU that is here, and "
+                f"{str(library.file)!r} computes on the CPU; leave it out, or name a build in "
+                "LLAMA_CPP_LIB_PATH"
+            )
         settings.gpu_layers = gpu_layers
         if planned:
             settings.no_alloc, settings.load_mode = True, 0  # a mapped file would be read

@@ -17,12 +17,14 @@ from kvcap.runtime.backends.llamacpp.model import LlamaModel
 from kvcap.runtime.backends.llamacpp.rank import Ranking, least_budget
 from kvcap.runtime.cache.settings import BUDGET_TOKENS, CacheSettings
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
-from kvcap.runtime.memory.free_memory import process_bytes
+from kvcap.runtime.memory.free_memory import free_memory, process_bytes
 from kvcap.runtime.planning.plan import MemoryPlan, fitting
 from kvcap.runtime.recall.settings import vectors_bytes
 from kvcap.runtime.types import Positions
 from kvcap.runtime.units import parse_bytes, with_margin
 
+CELL_TABLE = 64  # bytes of a cell in the library's own list of cells, which took 54
+MOST_CELLS = 2**31 - 1  # that its numbers count
 LOADING = 24 << 20  # bytes: the library, the vocabulary, buffers of the first block
 TOKENISING = 160  # bytes for each byte of a text, while the library's tokenizer has it
 LEAST_BLOCK = PAGE // 2  # tokens: smaller blocks are slower (docs/llamacpp.md)
@@ -188,6 +190,12 @@ class LlamaPlanner:
             raise PlanInfeasible(
                 f"policy {self.ranking.name} pins tokens for which {budget} slots are too few; use "
                 f"a budget of at least {least}"
+            )
+        most = min(free_memory().nbytes // CELL_TABLE, MOST_CELLS)
+        if sum(self.sizes or ()) > most:
+            raise PlanInfeasible(
+                f"{sum(self.sizes or ()):,} slots and tokens of a block are too many: the memory "
+                f"that is free holds the library's list of at most {most:,}; use fewer"
             )
         if not self.model.attends:
             raise UnsupportedModel(

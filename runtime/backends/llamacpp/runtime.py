@@ -137,8 +137,18 @@ class LlamaRuntime(ArrayEngine):
         if cap is not None:
             made.plan = replace(made.plan, baseline=process_bytes() + RUNNING)
             if enforce == "rlimit":
+                made._take_memory()
                 limit_data(cap)
         return made
+
+    def _take_memory(self) -> None:
+        """Make the first conversation's context and read a block, for which memory is taken once.
+
+        The library ends the process, and raises nothing, where the system refuses it memory.
+        """
+        context = self.make_context(1)
+        context.read([(0, 0, position) for position in range(context.block)], [])
+        context.remove(0)
 
     @cached_property
     def generation(self) -> Generation:

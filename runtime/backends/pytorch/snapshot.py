@@ -264,7 +264,7 @@ def _check_identity(facts: dict[str, Any], mine: dict[str, Any], path: str) -> N
     if facts.get("backend", "torch") != "torch":
         raise SessionFileForeign(
             f"{path!r} was saved by another backend, as {facts['model']!r}, and this is the "
-            "PyTorch backend; load it with --backend onnxruntime and that decoder"
+            f"PyTorch backend; load it with --backend {facts['backend']} and that model"
         )
     held, own = facts.get("weights"), mine["weights"]
     if held != own:

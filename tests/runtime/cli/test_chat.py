@@ -92,6 +92,7 @@ def test_what_each_turn_evicted_is_reported(chat):
         ("/set template_option", "template_option = not set"),
         ("/system", "no system prompt"),
         ("/system Be kind.", "the next message reads the conversation again"),
+        ('/system ""', "system prompt removed"),
         ("/policy snapkv window=4", "policy snapkv"),
         ("/clear", "forgotten"),
         ("/HELP", "/undo"),
@@ -332,10 +333,12 @@ def test_stats_say_what_there_is(chat):
         assert "no answer yet" in chat.typed("/stats")[1]
 
 
-def test_help_fits_eighty_columns(chat):
-    chat.spaced = True
+@pytest.mark.parametrize("width", [80, 24])
+def test_help_fits_the_columns(chat, monkeypatch, width):
+    monkeypatch.setattr("kvcap.runtime.cli.chat.columns", lambda: width)
     lines = chat.typed("/help")[1].splitlines()
-    assert max(map(len, lines)) <= 80
+    assert max(map(len, lines)) <= width
+    assert len(lines) < 100  # with words on them, and not a letter each
     assert all(any(line.startswith(f"/{name}") for line in lines) for name in Chat.COMMANDS)
 
 

@@ -13,7 +13,12 @@ from kvcap.runtime.recall.recall import NEAREST, Recall
 from kvcap.runtime.types import KeptTokens
 
 KINDS = ("sister sibling", "bees hobby", "train railway", "penicillin medicine", "cello instrument")
-FACTS = ("Our train is late.", "My sister keeps bees.", "I play the cello.", "Penicillin is bad.")
+FACTS = (
+    "Our train is late.",
+    "My sister keeps bees.",
+    "I play the cello.",
+    "Penicillin 🦊 is bad.",
+)
 
 
 @pytest.fixture(scope="module")

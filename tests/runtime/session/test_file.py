@@ -431,6 +431,13 @@ def test_foreign(session, chatting, tmp_path, tmp_path_factory):
         Session.load(same.runtime, tmp_path / "s")
 
 
+def test_engines_without_pytorch_read_whose_file_it_is(tmp_path):
+    """NumPy has no bfloat16."""
+    session_file.write(tmp_path / "s", {"keys": [torch.ones(3, dtype=torch.bfloat16)]}, {"a": 1})
+    with SessionFile(tmp_path / "s", "np") as file:
+        assert file.facts == {"a": 1}
+
+
 @pytest.mark.parametrize(("changes", "says"), [
     ({"fingerprint": "0", "model": "someone/else"}, "saved by model 'someone/else'"),
     ({"fingerprint": "0", "model": "someone/else", "dtype": "bfloat16"},

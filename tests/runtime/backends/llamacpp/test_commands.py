@@ -56,6 +56,8 @@ def test_commands_run_a_file(gguf: Files, kvcap: Run) -> None:
         (("--kv-dtype", "int8-int4"), "use q8_0 or q4_0"),
         (("--kv-budget", "1KiB"), "raise it to"),
         (("--budget-tokens", "3"), "use a budget of at least 5"),
+        (("--budget-tokens", "99999999999"), "slots and tokens of a block are too many"),
+        (("--gpu-layers", "1"), "--gpu-layers 1 needs a build of llama.cpp for a GPU"),
     ],
 )
 def test_options_that_llamacpp_has_not_are_refused_by_name(
@@ -70,6 +72,10 @@ def test_other_models_are_refused(gguf: Files, kvcap: Run, tmp_path: Path) -> No
     code, _, err = kvcap("generate", "pocket", "Hello", "--backend", "llamacpp")
     assert code
     assert "runs GGUF files" in err
+    (tmp_path / "page.gguf").write_text("<html>")
+    code, _, err = kvcap("generate", str(tmp_path / "page.gguf"), "Hello")
+    assert code == 2
+    assert "is no GGUF file" in err
     (tmp_path / "broken.gguf").write_bytes(gguf().read_bytes()[:5000])
     for planned in (False, True):
         how: dict[str, Any] = {"budget_tokens": None, "block_size": None, "kv_budget": "64MiB"}

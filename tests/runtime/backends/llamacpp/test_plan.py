@@ -153,6 +153,21 @@ def test_the_whole_process_is_planned_under_a_cap(gguf: Files) -> None:
     assert "".join(session.send("a" * 400))
 
 
+def test_memory_is_taken_before_the_system_refuses_it(
+    gguf: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library would end the process."""
+    order = []
+    read = Context.read
+    monkeypatch.setattr(Context, "read", lambda *given: order.append("read") or read(*given))
+    limit = "kvcap.runtime.backends.llamacpp.runtime.limit_data"
+    monkeypatch.setattr(limit, lambda cap: order.append("limit"))
+    runtime = runtime_of(gguf(), memory_cap="4GiB", enforce="rlimit", budget_tokens=64)
+    assert order == ["read", "limit"]
+    runtime.session(seed=0)
+    assert len(runtime.contexts) == 1
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_long_request_is_tokenised_within_the_bytes_planned(gguf: Files, capsys: Any) -> None:
     """A server plans the bytes of the tokenizer that it uses, with no more room than it needs."""

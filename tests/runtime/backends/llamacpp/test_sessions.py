@@ -174,11 +174,11 @@ def test_a_saved_conversation_goes_on_with_the_same_logits(
     sequences: int,
     tmp_path: Path,
 ) -> None:
-    how = {"policy": policy, "positions": positions, "kv_dtype": kv_dtype, "evict_every": 1}
+    how = {"policy": policy, "positions": positions, "kv_dtype": kv_dtype, "evict_every": 16}
     file = gguf(architecture)
     session = short(runtime_of(file, **how).session(seed=0), 20)
     answered(session, "the sea and the land are " * 3)
-    assert session.cache.held < session.cache.seen
+    assert session.cache.budget < session.cache.held < session.cache.seen  # some wait
     session.save(tmp_path / "s")
     runtime = runtime_of(file, **how)
     runtime.reserve(sequences)
@@ -190,7 +190,7 @@ def test_a_saved_conversation_goes_on_with_the_same_logits(
     assert loaded.cache.tokens.tolist() == session.cache.tokens.tolist()
     assert loaded.cache.cell_positions.tolist() == session.cache.cell_positions.tolist()
     for logits, expected in zip(next_logits(loaded), next_logits(session), strict=True):
-        agree(logits, expected)
+        assert logits.tobytes() == expected.tobytes()  # cells are in the same order, too
 
 
 def test_a_saved_conversation_goes_on_in_another_budget(gguf: Files, tmp_path: Path) -> None:
@@ -224,7 +224,8 @@ def test_files_that_cannot_be_taken_change_nothing(
     monkeypatch.undo()
     with pytest.raises(SessionFileForeign, match=r"library '0\.4'"):
         session.restore(tmp_path / "old")
-    copied = session.loop.copied
+    other = Session.load(runtime, tmp_path / "s")
+    copied = other.loop.copied
 
     def spoilt(name: str, change: Callable[[Any], Any]) -> Callable[[], CacheCopy]:
         def copy() -> CacheCopy:
@@ -242,9 +243,10 @@ def test_files_that_cannot_be_taken_change_nothing(
         ("places", lambda x: x - 5),
     )
     for name, change in changes:
-        monkeypatch.setattr(session.loop, "copied", spoilt(name, change))
-        session.save(tmp_path / "bad")
+        monkeypatch.setattr(other.loop, "copied", spoilt(name, change))
+        other.save(tmp_path / "bad")
         monkeypatch.undo()
+        other.restore(tmp_path / "s")
         with pytest.raises(SessionFileCorrupt):
             session.restore(tmp_path / "bad")
         assert (session.messages, session.cache.tokens.tolist()) == before

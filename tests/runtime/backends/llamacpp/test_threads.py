@@ -48,3 +48,12 @@ def test_a_block_counts_anew_unless_threads_are_given(
     "".join(session.send("a " * 40))
     assert bool(requested) == (threads is None)
     assert len(usable_cores()) >= 1
+
+
+@needs_library
+def test_threads_are_no_more_than_cores(
+    gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcap.runtime.backends.llamacpp.context.usable_cores", lambda: [0])
+    runtime = runtime_of(gguf(), budget_tokens=64, threads=100)
+    assert runtime.contexts[0].threads == 1
