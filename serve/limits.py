@@ -82,15 +82,19 @@ def _too_long(limits: RequestLimits) -> ApiError:
 
 
 def _check_head(request: Request, limits: RequestLimits) -> None:
-    """Refuse a body by its headers: its length or its type.
+    """Refuse a body by its headers: its length, its type or its encoding.
 
     Raises:
-        ApiError: it is too long, or no JSON.
+        ApiError: it is too long, no JSON, or compressed.
     """
     # A page of another site can send anything but this without asking first, which is refused.
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json" and (kind not in UNSAID or from_browser(request)):
         raise ApiError(415, "the body must be sent with Content-Type: application/json")
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        message = f"the body is sent with Content-Encoding: {encoding[:40]}; send it uncompressed"
+        raise ApiError(415, message)
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) >= 20 or int(length) > limits.body_bytes):
         raise _too_long(limits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import http.client
 import json
 import re
@@ -180,6 +179,7 @@ REFUSED: list[tuple[int, str, dict[str, Any]]] = [  # a status, words, and the r
     (405, "use POST", {"method": "DELETE"}),
     (413, "400,000 bytes", {"content": b" " * 400_001, "headers": JSON}),
     (415, "application/json", {"content": b"{}", "headers": {"Content-Type": "text/plain"}}),
+    (415, "gzip", {"content": b"\x1f\x8b", "headers": {**JSON, "Content-Encoding": "gzip"}}),
 ]
 FAILED: list[tuple[int, str | None, str, Exception]] = [  # a status, a code of OpenAI's, words
     (400, "pins_too_large", "pinned", errors.PinsTooLarge("pinned tokens need more slots")),
@@ -327,7 +327,6 @@ HOSTILE: dict[str, Callable[[Api], bytes]] = {  # bodies by what is wrong with t
         api, stop=[None], stop_sequences=[None], options={"stop": [None]}
     ),
     "a word for a truth": lambda api: body(api, stream="yes"),
-    "a body in gzip": lambda api: gzip.compress(body(api)),
 }
 TYPES = (
     *("text/plain", "multipart/form-data; boundary=x"),
@@ -340,8 +339,6 @@ TYPES = (
 def test_no_hostile_body_is_more_than_refused(client, talk, api, case):
     before = len(talk.answers)
     headers = JSON if case in HOSTILE else {"Content-Type": case}
-    if "gzip" in case:
-        headers = {**headers, "Content-Encoding": "gzip"}
     given = HOSTILE.get(case, body)(api)
     said = client.post(api.path, content=given, headers=headers)
     assert said.status_code in ((400, 404) if case in HOSTILE else (415,)), said.text
