@@ -132,8 +132,8 @@ class DecoderReport:
                 raise ToleranceError(
                     f"{self.file}: {row.who} differs by {row.error:.1%} of the logits' spread and "
                     f"keeps {row.kept:.1%} of the same slots after {row.tokens} tokens beside "
-                    f"{row.held} slots; export it with --dtype fp32, or run it with the PyTorch "
-                    "backend (--backend torch)"
+                    f"{row.held} slots; export it with --dtype fp32 and without --kv-dtype, or run "
+                    "it with the PyTorch backend (--backend torch)"
                 )
 
 
