@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from kvcap.runtime.session.encoding import encode_with
 from kvcap.runtime.session.ends import with_ends
 from kvcap.runtime.types import PINS, SINKS, ModelKind
 
+IN_GRAPHS = "an exported decoder has its policy in its graphs; {}"
 AUTO = (
     "positions='auto' change while a text is read, and an exported decoder has them of one kind; "
     "leave them out, say 'compact' or 'true', or run the model by PyTorch"
@@ -223,6 +224,18 @@ class OrtRuntime(ArrayEngine):
             settings = replace(settings, budget_tokens=self.plan.budget_tokens)
         return replace(self, policy=request)._replanned(settings)
 
+    def with_policy(self, policy: object) -> NoReturn:
+        """Refuse another policy, as the graphs have theirs.
+
+        Raises:
+            NotExportable: always.
+        """
+        raise NotExportable(IN_GRAPHS.format("export it again with another"))
+
+    def free_idle(self) -> int:
+        """Return 0, as no cache outlives its session."""
+        return 0
+
     def _replanned(self, settings: CacheSettings) -> OrtRuntime:
         """Return a runtime of this decoder and policy under another plan."""
         requested = replace(settings, block_size=self.plan.block_size)
@@ -286,10 +299,7 @@ def open_export(
     settings = CacheSettings.of(whole, named, "policy")
     policy = None if settings.policy == usual.policy else settings.policy
     if policy is not None and not isinstance(policy, str):
-        raise NotExportable(
-            "an exported decoder has its policy in its graphs; give policy by its name, or leave "
-            "it out"
-        )
+        raise NotExportable(IN_GRAPHS.format("give policy by its name, or leave it out"))
     return OrtRuntime.from_directory(
         folder,
         PolicyRequest(policy, sink_tokens=settings.sink_tokens),

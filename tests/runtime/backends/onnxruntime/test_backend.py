@@ -221,6 +221,13 @@ def test_the_page_compares_speeds_of_the_same_work(exported, tmp_path, monkeypat
     assert pytorch == ort
 
 
+def test_an_export_has_the_calls_of_a_runtime(tiny):
+    runtime = OrtRuntime.from_directory(tiny / "decoder")
+    with pytest.raises(NotExportable, match="policy in its graphs"):
+        runtime.with_policy(load_policy("snapkv"))
+    assert runtime.free_idle() == 0
+
+
 def test_a_token_beyond_the_embedding_is_refused_by_name(tiny):
     runtime = OrtRuntime.from_directory(tiny / "decoder")
     runtime.tokenizer.backend_tokenizer.add_tokens(["<extra>"])
