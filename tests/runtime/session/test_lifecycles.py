@@ -282,7 +282,7 @@ class Life(RuleBasedStateMachine):
         assert self.one.stats == replace(self.other.stats, turn=None)
 
     @precondition(
-        lambda self: hasattr(self.runtime, "with_policy") and self.runtime.plan.policy != "full"
+        lambda self: isinstance(self.runtime, kvcap.Runtime) and self.runtime.plan.policy != "full"
     )
     @rule(budget=st.sampled_from([BUDGET - 8, ROOMY]))
     def branch(self, budget: int = BUDGET - 8) -> None:
