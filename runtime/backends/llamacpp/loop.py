@@ -41,9 +41,10 @@ class LlamaCache(ArrayCache):
         context: that has a free sequence.
         ranking: says which tokens stay.
         budget: slots that stay after every block.
-        positions: of kept tokens: 'true'; 'compact': numbered from 0 after every eviction, or where
-            cells have 4 bits before they exceed twice the cells, as the library rounds quantised
-            keys anew whenever they move; 'auto': before they exceed the model's trained length.
+        positions: of kept tokens: 'true'; 'compact': numbered from 0 after every eviction; 'auto':
+            only before positions exceed the model's trained length. Keys of 4 bits, which the
+            library rounds anew whenever they move, become compact only before positions exceed
+            twice the cells.
 
     Raises:
         UnsupportedModel: tokens are to be renumbered, and the library cannot turn their keys.

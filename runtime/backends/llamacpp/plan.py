@@ -191,10 +191,10 @@ class LlamaPlanner:
                 f"policy {self.ranking.name} pins tokens for which {budget} slots are too few; use "
                 f"a budget of at least {least}"
             )
-        most = min(free_memory().nbytes // CELL_TABLE, MOST_CELLS)
-        if sum(self.sizes or ()) > most:
+        wanted, most = sum(self.sizes or ()), min(free_memory().nbytes // CELL_TABLE, MOST_CELLS)
+        if wanted > most:
             raise PlanInfeasible(
-                f"{sum(self.sizes or ()):,} slots and tokens of a block are too many: the memory "
+                f"{wanted:,} slots and tokens of a block are too many: the memory "
                 f"that is free holds the library's list of at most {most:,}; use fewer"
             )
         if not self.model.attends:
