@@ -4,13 +4,14 @@ The bytes are those of the first of `budgets` cells of float16. Each side has as
 type (q4_0, f16, q8_0) as they hold, in whole pages of 256, and the same library. kvcap keeps the
 slots that its policy chooses, a block less than there are cells, and reads evicted text again;
 llama.cpp fills all its cells, then keeps the first 4 tokens and drops half of the rest. Both read
-the same tokens, `block_size` at once. Every figure is measured in a process of its own.
+the same tokens, `block_size` at once. Every figure is measured in a process of its own: times one
+after another, and quality, 4 samples a process, in as many processes as cores allow.
 
 `perplexity` is that of the last quarter of texts of the second of `lengths` tokens, one for every
 4 samples; tasks have prompts of the first of them. `chat` has 20 turns, by turns a told fact and
 other text, and then asks for all 10 facts. Times are of a question behind such a prompt, in 3
-turns: median (least–most). Behind other figures stand 95 % intervals. Finished rows are kept in
-`equal-bytes.jsonl` in `files`, and the same command goes on from them. Reads also `repeats`
+turns: median (least–most). Behind other figures stand 95 % intervals. What is finished is kept in
+`pieces.jsonl` in `files`, and the same command goes on from there. Reads also `repeats`
 (samples), `threads`, `model` (a GGUF file), `vs`, `text` (a file, for perplexity) and the first of
 `policies`.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -34,6 +36,7 @@ from kvcap.lab.quality.equal_bytes import (
     CHAT,
     KVCAP,
     PERPLEXITY,
+    PIECE,
     SHIFTED,
     SIDES,
     TIME,
@@ -80,24 +83,41 @@ def run(options: BenchmarkOptions) -> Result:
     """
     works = list(_works(options))
     options.files.mkdir(parents=True, exist_ok=True)
-    file = options.files / "equal-bytes.jsonl"
+    file = options.files / "pieces.jsonl"
     by_work = read_rows(file)
     try:
-        for done, work in enumerate(works):
-            if work not in by_work:
-                row = {**measured(work), "device": device_name("cpu", work.threads)}
-                row["versions"] |= versions()
-                with file.open("a", encoding="utf-8") as out:
-                    out.write(json.dumps(row) + "\n")
-                by_work[work] = row
-                line = f"{done + 1} of {len(works)}: {work.row}, {work.side}, {work.cells}"
-                print(f"kvcap: {line}", file=sys.stderr, flush=True)
+        for done, row in enumerate(_measure([x for x in works if x not in by_work]), len(by_work)):
+            with file.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(row) + "\n")
+            work = SideWork.of(row)
+            by_work[work] = row
+            line = f"{done + 1} of {len(works)}: {work.row}, {work.side}, {work.cells}"
+            print(f"kvcap: {line}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print("kvcap: stopped; the same command goes on from here", file=sys.stderr, flush=True)
     rows = [by_work[work] for work in works if work in by_work]
     _check_alike(rows)
     facts = {"model": Path(works[0].model).name, "budget": works[0].budget}
     return Result("equal-bytes", COLUMNS, _table(rows), {**facts, "kv_bytes": works[0].kv_bytes})
+
+
+def _measure(works: Sequence[SideWork]) -> Iterator[dict[str, Any]]:
+    """Yield rows as they are finished: of quality several at once, then of times one by one."""
+    quality = [work for work in works if work.row != TIME]
+    if quality:
+        with ThreadPoolExecutor(max(1, len(usable_cores()) // quality[0].threads)) as pool:
+            futures = [pool.submit(_row, work) for work in quality]
+            try:
+                yield from (future.result() for future in as_completed(futures))
+            finally:
+                pool.shutdown(cancel_futures=True)
+    yield from (_row(work) for work in works if work.row == TIME)
+
+
+def _row(work: SideWork) -> dict[str, Any]:
+    row = {**measured(work), "device": device_name("cpu", work.threads)}
+    row["versions"] |= versions()
+    return row
 
 
 def _works(options: BenchmarkOptions) -> Iterator[SideWork]:
@@ -119,7 +139,9 @@ def _works(options: BenchmarkOptions) -> Iterator[SideWork]:
     for kind, row in product(KINDS, ROWS):
         if row == CHAT and not has_template(header.tokenizer):
             continue
-        for turn, side in product(range(TIMED if row == TIME else 1), SIDES):
+        firsts = (0,) if row == TIME else range(0, options.repeats, PIECE)
+        turns = range(TIMED if row == TIME else 1)
+        for first, turn, side in product(firsts, turns, SIDES):
             yield SideWork(
                 model=model,
                 row=row,
@@ -133,15 +155,16 @@ def _works(options: BenchmarkOptions) -> Iterator[SideWork]:
                 length=options.lengths[row == PERPLEXITY],
                 samples=options.repeats,
                 text=str(options.text) if options.text and row == PERPLEXITY else None,
+                first=first,
                 turn=turn,
             )
 
 
 def _check_alike(rows: Sequence[Mapping[str, Any]]) -> None:
     """Refuse rows whose sides read different prompts, as files of two versions would have them."""
-    digests: dict[str, int] = {}
+    digests: dict[tuple[str, int], int] = {}
     for row in rows:
-        if digests.setdefault(row["row"], row["digest"]) != row["digest"]:
+        if digests.setdefault((row["row"], row["first"]), row["digest"]) != row["digest"]:
             raise ValueError(
                 f"the sides read different prompts in row {row['row']}; give another --files"
             )
@@ -166,13 +189,13 @@ def _line(name: str, rows: Sequence[Mapping[str, Any]], text: Any) -> list[dict[
     by_column: dict[str, list[Mapping[str, Any]]] = {column: [] for column in COLUMNS[1:]}
     for row in rows:
         by_column[f"{row['side']} {row['cells']}"].append(row)
-    said = {column: text(some) if some else "–" for column, some in by_column.items()}
-    return [{"row": name, **said, "measured": {k: v for k, v in by_column.items() if v}}]
+    figures = {column: text(some) if some else "–" for column, some in by_column.items()}
+    return [{"row": name, **figures, "measured": {k: v for k, v in by_column.items() if v}}]
 
 
 def _score(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a score with its interval."""
-    scores, unit = rows[0]["scores"], UNITS[rows[0]["unit"]]
+    scores, unit = [score for row in rows for score in row["scores"]], UNITS[rows[0]["unit"]]
     low, high = interval(scores, unit)
     return f"{cell_score(scores, unit):.2f} ({low:.2f}–{high:.2f})"
 

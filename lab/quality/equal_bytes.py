@@ -1,4 +1,4 @@
-"""Measures one side of `kvcap bench equal-bytes`: one row, in a process of its own.
+"""Measures one side of `kvcap bench equal-bytes`: some samples of a row, in a process of its own.
 
 Both sides run by llama.cpp's library, with equally many cells in equally many bytes, and read the
 same tokens. PyTorch is imported for rows of quality alone, so that a process' peak is without it.
@@ -13,7 +13,7 @@ import sys
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -46,7 +46,7 @@ PERPLEXITY, CHAT, TIME = "perplexity", "chat", "time"
 KEPT = 4  # first tokens that a context shift leaves, as many as kvcap pins
 SEED = 7  # of prompts
 SCORED = 4  # of a text the last part of so many is scored
-EVERY = 4  # of so many samples there is one text, and one chat
+PIECE = 4  # samples of a process, for which there is one text, and one chat
 TURNS = 20  # of a chat: by turns a fact and other text
 TEXT_TURN = 250  # about the tokens of other text in a turn
 REPLY, ANSWER, DECODED = 16, 32, 32  # tokens
@@ -66,8 +66,9 @@ class SideWork:
     block_size: int
     threads: int
     length: int  # tokens of a prompt or text
-    samples: int
+    samples: int  # of the whole row
     text: str | None = None  # a file, for perplexity
+    first: int = 0  # sample; this one and those that follow are measured, a PIECE of them
     turn: int = 0  # of several that are timed
 
     @classmethod
@@ -166,8 +167,11 @@ def _runtime(work: SideWork) -> LlamaRuntime:
     )
 
 
-def _samples(work: SideWork, session: Session, task: str, count: int) -> list[Sample]:
-    return make_samples(task, session.runtime.tokenizer, work.length, count, SEED)
+def _samples(work: SideWork, session: Session, task: str, each: int = 1) -> list[Sample]:
+    """Return the samples of this piece; `each`: for so many of the row's there is one."""
+    start, stop = work.first // each, -(-min(work.first + PIECE, work.samples) // each)
+    count = -(-work.samples // each)  # depths depend on it
+    return make_samples(task, session.runtime.tokenizer, work.length, count, SEED)[start:stop]
 
 
 def _digest(prompts: Sequence[Sequence[int]]) -> int:
@@ -176,19 +180,14 @@ def _digest(prompts: Sequence[Sequence[int]]) -> int:
 
 
 def _perplexity(work: SideWork, session: Session) -> dict[str, Any]:
-    """Return each text's mean loss over its last part, their unit and the prompts' digest."""
+    """Return the mean loss over a text's last part, its unit and the prompt's digest."""
     from kvcap.evals.quality.llama_answering import losses
 
     task = "perplexity" if work.text is None else f"perplexity:{work.text}"
-    texts = _samples(work, session, task, max(1, work.samples // EVERY))
-    scores, start = [], work.length - work.length // SCORED
-    for sample in texts:
-        session.loop.cache.reset()
-        ids = np.array(sample.ids, np.int64)[None]
-        token_losses = losses(session.loop, [ids[:, :start], ids[:, start:]])  # type: ignore[arg-type]
-        scores.append(float(token_losses.mean()))
-    prompts = [sample.ids or () for sample in texts]
-    return {"unit": "perplexity", "scores": scores, "digest": _digest(prompts)}
+    (text,) = _samples(work, session, task, PIECE)
+    ids, start = np.array(text.ids, np.int64)[None], work.length - work.length // SCORED
+    loss = losses(session.loop, [ids[:, :start], ids[:, start:]]).mean()  # type: ignore[arg-type]
+    return {"unit": "perplexity", "scores": [float(loss)], "digest": _digest([text.ids or ()])}
 
 
 def _answers(work: SideWork, session: Session) -> dict[str, Any]:
@@ -197,7 +196,7 @@ def _answers(work: SideWork, session: Session) -> dict[str, Any]:
     from kvcap.evals.quality.llama_answering import answer
 
     task, tokenizer = load_task(work.row), session.runtime.tokenizer
-    samples = _samples(work, session, work.row, work.samples)
+    samples = _samples(work, session, work.row)
     limit = task.MAX_NEW_TOKENS
     if not has_template(tokenizer):  # a base model does not end its answer
         limit = min(limit, max(tokens_to_say(tokenizer, sample) for sample in samples))
@@ -217,42 +216,37 @@ def _answers(work: SideWork, session: Session) -> dict[str, Any]:
 
 
 def _chat(work: SideWork, session: Session) -> dict[str, Any]:
-    """Return which facts of some chats are known at their end, of each the share."""
+    """Return which facts of a chat are known at its end."""
     from kvcap.evals.quality.demo import licences
 
-    scores: list[float] = []
-    said, needless = list[str](), 0
+    messages, needless = list[str](), 0
 
     def say(text: str, limit: int) -> str:
         session.set_generation(do_sample=False, max_new_tokens=limit)
-        said.append(text)
+        messages.append(text)
         return "".join(session.send(text))
 
-    for chat in range(max(1, work.samples // EVERY)):
-        rng, paragraphs = Random(f"equal-bytes/{SEED}/{chat}"), licences()
-        facts = number_facts(rng, TURNS // 2)
-        for fact in facts:
-            say(f"Please remember: {fact.key} is {fact.value}.", REPLY)
-            text = next(paragraphs)
-            while len(session.encode(text)) < TEXT_TURN:
-                text += f"\n\n{next(paragraphs)}"
-            say(text, REPLY)
-            needless += bool(session.turn and session.turn.recalled_tokens)
-        shuffled = rng.sample(facts, len(facts))
-        scores += [float(has_word(say(fact.question, ANSWER), fact.value)) for fact in shuffled]
-        session.clear()
-    prompts = [session.encode(text) for text in said]
+    rng, paragraphs = Random(f"equal-bytes/{SEED}/{work.first // PIECE}"), licences()
+    facts = number_facts(rng, TURNS // 2)
+    for fact in facts:
+        say(f"Please remember: {fact.key} is {fact.value}.", REPLY)
+        text = next(paragraphs)
+        while len(session.encode(text)) < TEXT_TURN:
+            text += f"\n\n{next(paragraphs)}"
+        say(text, REPLY)
+        needless += bool(session.turn and session.turn.recalled_tokens)
+    shuffled = rng.sample(facts, len(facts))
     return {
         "unit": "share",
-        "scores": scores,
+        "scores": [float(has_word(say(x.question, ANSWER), x.value)) for x in shuffled],
         "needless": needless,  # messages of other text for which some was recalled
-        "digest": _digest(prompts),
+        "digest": _digest([session.encode(text) for text in messages]),
     }
 
 
 def _time(work: SideWork, session: Session) -> dict[str, Any]:
     """Return the seconds until a question's first token, and tokens a second from then on."""
-    (sample,) = _samples(work, session, "niah_single_2", 1)
+    (sample,) = _samples(replace(work, samples=1), session, "niah_single_2")
     text, question = map(list, prompt_parts(session.runtime.tokenizer, sample, "after"))
     loop, recall = session.loop, session.recall
     loop.prefill(np.array([text], np.int64))

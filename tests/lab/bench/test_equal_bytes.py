@@ -18,9 +18,11 @@ from kvcap.lab.bench import equal_bytes as bench
 from kvcap.lab.quality import equal_bytes
 from kvcap.lab.quality.equal_bytes import ShiftedRuntime, SideWork, figures
 from kvcap.runtime.cache.settings import CacheSettings
+from kvcap.runtime.cores import usable_cores
 
 pytestmark = needs_library
-GIVEN = {"lengths": (900, 600), "repeats": 2, "threads": (1,), "vs": ("llama.cpp",)}
+CORES = len(usable_cores())  # as many threads, so that one process measures at a time
+GIVEN = {"lengths": (900, 600), "repeats": 5, "threads": (CORES,), "vs": ("llama.cpp",)}
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +49,21 @@ def test_all_rows_at_equal_bytes(
     rows = bench.run(options_for("equal-bytes", given)).rows
     assert [row["row"].partition(",")[0] for row in rows[:3]] == [*bench.ROWS.values()][:3]
     for row in rows:
-        (mine,), (its,) = (
-            {(x["cells"], x["digest"], x["held_bytes"]) for x in row["measured"][f"{side} f16"]}
+        mine, its = (
+            [(x["cells"], x["digest"], x["held_bytes"]) for x in row["measured"][f"{side} f16"]]
             for side in ("kvcap", "llama.cpp")
         )
         assert mine == its
-        assert mine[2] <= row["measured"]["kvcap f16"][0]["kv_bytes"]
+        assert mine[0][2] <= row["measured"]["kvcap f16"][0]["kv_bytes"]
         assert row["kvcap q4_0"] == "–"
+    counts = [[len(x["scores"]) for x in row["measured"]["kvcap f16"]] for row in rows[:3]]
+    assert counts == [[1, 1], [4, 1], [2, 2]]  # texts, samples and facts of two pieces
+    assert all(len({x["digest"] for x in row["measured"]["kvcap f16"]}) == 2 for row in rows[:3])
     assert [rows[-1]["kvcap f16"], rows[-1]["llama.cpp f16"]] == ["224", "256"]
     monkeypatch.setattr(bench, "measured", None)
-    command = ["bench", "equal-bytes", "-m", str(file), "--files", str(tmp_path), "-t", "1"]
-    command += ["--budgets", "256", "--block-size", "32", "-r", "2", "-p", "900,600"]
+    command = ["bench", "equal-bytes", "-m", str(file), "--files", str(tmp_path)]
+    command += ["--budgets", "256", "--block-size", "32", "-r", "5", "-p", "900,600"]
+    command += ["-t", str(CORES)]
     assert cli.run([*command, "--vs", "llama.cpp", "-o", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"] == json.loads(json.dumps(rows))
 
