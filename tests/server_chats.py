@@ -42,7 +42,7 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def said(text: str) -> dict[str, str]:
+def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
@@ -57,8 +57,10 @@ def pocket(policy: str = "keydiff", budget: int = 64) -> kvcap.Runtime:
 
 def serving(conversations: Any, routes: Any = (), **settings: Any) -> Server:
     """Return a server of the model `pocket`, still to be begun, on a free port of this machine."""
-    said = Settings("pocket", **settings)
-    return Server(application(conversations, said, routes), bound("127.0.0.1", 0), said.limits)
+    configured = Settings("pocket", **settings)
+    return Server(
+        application(conversations, configured, routes), bound("127.0.0.1", 0), configured.limits
+    )
 
 
 @contextmanager

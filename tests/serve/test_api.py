@@ -34,8 +34,8 @@ KEYS = ("one-key", "another-key")
 
 def test_options_of_the_chat_template_change_those_of_the_server():
     off = {"enable_thinking": False, "mood": "kind"}
-    said = schemas.ChatRequest(messages=[], chat_template_kwargs={"mood": None})
-    assert said.options(RequestLimits(), {"template_options": off}) == {
+    request = schemas.ChatRequest(messages=[], chat_template_kwargs={"mood": None})
+    assert request.options(RequestLimits(), {"template_options": off}) == {
         "template_options": {"enable_thinking": False, "mood": None}
     }
     assert schemas.ChatRequest(messages=[]).options(RequestLimits(), {"template_options": off}) == {
@@ -70,8 +70,8 @@ def test_a_client_that_goes_before_the_first_token_stops_its_answer(url, talk):
 
 def test_a_long_prompt_keeps_its_stream_alive(url, client, talk):
     talk.script = Script(["x"], wait_s=0.35)
-    said = post(url, stream=True)
-    assert said.text.count(": the prompt is being read\n\n") >= 2
+    response = post(url, stream=True)
+    assert response.text.count(": the prompt is being read\n\n") >= 2
     parts = client.chat.completions.create(model="pocket", messages=HELLO, stream=True)
     assert "".join(part.choices[0].delta.content or "" for part in parts) == "x"
 
@@ -104,9 +104,12 @@ def test_only_the_right_keys_are_let_in_and_each_is_an_owner():
         for key in ("wrong", "", KEYS[0][:-1], "ключ"):
             headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
             for path in ("/v1/models", "/metrics", "/v1/chat/completions", "/nowhere"):
-                said = httpx.get(server.url + path, headers=headers)
-                assert (said.status_code, said.headers["WWW-Authenticate"]) == (401, "Bearer")
-                assert said.json()["error"]["code"] == "invalid_api_key"
+                response = httpx.get(server.url + path, headers=headers)
+                assert (response.status_code, response.headers["WWW-Authenticate"]) == (
+                    401,
+                    "Bearer",
+                )
+                assert response.json()["error"]["code"] == "invalid_api_key"
         assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
         owners = set()
         for key in KEYS:
@@ -124,22 +127,25 @@ def test_other_sites_reach_nothing(url, talk):
     for host in ("localhost", "LOCALHOST:80", "127.0.0.1:9", "[::1]:8000"):
         assert httpx.get(f"{url}/v1/models", headers={"Host": host}).status_code == 200
     sent = {"Origin": "http://evil.example", "Content-Type": "text/plain"}
-    said = httpx.post(f"{url}/v1/chat/completions", headers=sent, content=b'{"messages": []}')
-    assert said.status_code == 415
+    response = httpx.post(f"{url}/v1/chat/completions", headers=sent, content=b'{"messages": []}')
+    assert response.status_code == 415
     asks = {**sent, "Access-Control-Request-Method": "POST"}
-    said = httpx.options(f"{url}/v1/chat/completions", headers=asks)
-    assert said.status_code == 405
-    assert not [name for name in said.headers if name.startswith("access-control")]
+    response = httpx.options(f"{url}/v1/chat/completions", headers=asks)
+    assert response.status_code == 405
+    assert not [name for name in response.headers if name.startswith("access-control")]
 
 
 def test_a_body_in_pieces_and_names_of_conversations_have_their_limits(url, talk):
     kind = {"Content-Type": "application/json"}
     address = f"{url}/v1/chat/completions"
-    said = httpx.post(address, content=iter([b"x" * 10_000] * 3), headers=kind)
-    assert (said.status_code, said.json()["error"]["type"]) == (413, "invalid_request_error")
+    response = httpx.post(address, content=iter([b"x" * 10_000] * 3), headers=kind)
+    assert (response.status_code, response.json()["error"]["type"]) == (
+        413,
+        "invalid_request_error",
+    )
     for name in ("../../etc", "a b", "x" * 200, "-x", ""):
-        said = httpx.post(address, json={"messages": HELLO}, headers={"X-Session-Id": name})
-        assert said.status_code == 400, name
+        response = httpx.post(address, json={"messages": HELLO}, headers={"X-Session-Id": name})
+        assert response.status_code == 400, name
 
 
 def test_wrong_addresses_and_methods_say_which_are_right(url, talk):
@@ -147,15 +153,15 @@ def test_wrong_addresses_and_methods_say_which_are_right(url, talk):
         ("/v1/images", "there is nothing at '/v1/images'; use /v1/chat/completions"),
         ("/v1/embeddings", "kvcap writes text; ask a server of an embedding model"),
     ):
-        said = httpx.post(url + path, json={})
-        error = said.json()["error"]
-        assert (said.status_code, error["code"]) == (404, "unknown_url")
+        response = httpx.post(url + path, json={})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (404, "unknown_url")
         assert says in error["message"]
-    said = httpx.put(f"{url}/v1/chat/completions", json={})
-    error = said.json()["error"]
-    assert (said.status_code, error["code"]) == (405, "method_not_supported")
+    response = httpx.put(f"{url}/v1/chat/completions", json={})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (405, "method_not_supported")
     assert error["message"] == "'/v1/chat/completions' does not answer PUT; use POST"
-    assert said.headers["Allow"] == "POST"
+    assert response.headers["Allow"] == "POST"
     error = httpx.delete(f"{url}/health").json()["error"]
     assert error["message"] == "'/health' does not answer DELETE; use GET or HEAD"
 
@@ -207,16 +213,18 @@ MESSAGE = some.dictionaries(
     | some.dictionaries(some.sampled_from(FIELDS), VALUES, max_size=4).map(
         lambda more: json.dumps({"messages": HELLO, **more}).encode()
     )
-    | some.lists(MESSAGE, max_size=3).map(lambda said: json.dumps({"messages": said}).encode())
+    | some.lists(MESSAGE, max_size=3).map(
+        lambda messages: json.dumps({"messages": messages}).encode()
+    )
 )
 def test_no_body_makes_the_server_fail(served, body):
     talk, server = served
     talk.script = Script()
     for path in ("/v1/chat/completions", "/v1/completions"):
-        said = httpx.post(
+        response = httpx.post(
             server.url + path, content=body, headers={"Content-Type": "application/json"}
         )
-        assert said.status_code in (200, 400, 404), said.text
+        assert response.status_code in (200, 400, 404), response.text
 
 
 def test_clients_that_say_or_read_nothing_are_let_go_of():
@@ -226,14 +234,14 @@ def test_clients_that_say_or_read_nothing_are_let_go_of():
         address = server.socket.getsockname()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
         whole = head + b"Content-Type: application/json\r\n"
-        for said, answer in (
+        for sent, answer in (
             (b"", b""),
             (head, b""),
             (whole + b"Content-Length: 9\r\n\r\n{", b"HTTP/1.1 408"),
         ):
             with socket.create_connection(address) as mute:
                 mute.settimeout(PATIENCE)
-                mute.sendall(said)
+                mute.sendall(sent)
                 assert mute.recv(12) == answer
         body = json.dumps({"messages": HELLO, "stream": True}).encode()
         with socket.create_connection(address) as deaf:
@@ -247,9 +255,9 @@ def test_more_connections_than_allowed_are_turned_away():
     with serving(StandIn(), limits=limits) as server:
         address = server.socket.getsockname()
         idle = [socket.create_connection(address) for _ in range(2)]
-        said = httpx.get(f"{server.url}/health")
-        assert (said.status_code, said.headers["Connection"]) == (503, "close")
-        assert said.json()["error"]["code"] == "busy"
+        response = httpx.get(f"{server.url}/health")
+        assert (response.status_code, response.headers["Connection"]) == (503, "close")
+        assert response.json()["error"]["code"] == "busy"
         for one in idle:
             one.close()
         eventually(lambda: httpx.get(f"{server.url}/health").status_code == 200)
@@ -268,8 +276,8 @@ def test_metrics_show_every_figure_and_no_word_of_a_client(url, talk):
 
 def test_a_server_that_closes_says_so():
     with serving(StandIn(saved=True)) as server:
-        said = httpx.get(f"{server.url}/health")
-        assert (said.status_code, said.json()) == (503, {"status": "closing"})
+        response = httpx.get(f"{server.url}/health")
+        assert (response.status_code, response.json()) == (503, {"status": "closing"})
 
 
 def test_answers_come_to_their_end_when_the_server_is_stopped():
@@ -278,8 +286,8 @@ def test_answers_come_to_their_end_when_the_server_is_stopped():
     server.__enter__()
     with httpx.stream(
         "POST", f"{server.url}/v1/chat/completions", json={"messages": HELLO, "stream": True}
-    ) as said:
-        lines = said.iter_lines()
+    ) as response:
+        lines = response.iter_lines()
         next(lines)
         server.stop()
         assert [line for line in lines if line][-1] == "data: [DONE]"

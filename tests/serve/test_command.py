@@ -68,14 +68,14 @@ def test_a_model_is_told_of_tools_that_its_template_does_not_write(client):
     tool: Any = {"type": "function", "function": {"name": "add"}}
     request = {"messages": [user("Hello!")], **REQUEST, "max_tokens": 40}
     plain = client.chat.completions.create(**request)
-    said = client.chat.completions.create(**request, tools=[tool], tool_choice="required")
-    (call,) = said.choices[0].message.tool_calls
+    completion = client.chat.completions.create(**request, tools=[tool], tool_choice="required")
+    (call,) = completion.choices[0].message.tool_calls
     assert (call.function.name, call.function.arguments) == ("add", "{}")
-    assert said.usage.prompt_tokens > plain.usage.prompt_tokens + 40
+    assert completion.usage.prompt_tokens > plain.usage.prompt_tokens + 40
     result = {"role": "tool", "tool_call_id": call.id, "content": "2"}
-    further = {**request, "messages": [*request["messages"], said.choices[0].message, result]}
+    further = {**request, "messages": [*request["messages"], completion.choices[0].message, result]}
     more = client.chat.completions.create(**further, tools=[tool])
-    assert more.usage.prompt_tokens_details.cached_tokens >= said.usage.prompt_tokens
+    assert more.usage.prompt_tokens_details.cached_tokens >= completion.usage.prompt_tokens
 
 
 def test_a_server_that_is_told_to_stop_saves_its_conversations_and_ends_well(tmp_path):
@@ -91,9 +91,9 @@ def test_a_server_that_is_told_to_stop_saves_its_conversations_and_ends_well(tmp
         env={**os.environ, "KVCAP_API_KEY": "one two"},
     ) as process:
         assert process.stderr is not None
-        said = process.stderr.readline()
-        address = re.search(r"serving small at (http://127\.0\.0\.1:\d+)/v1", said)
-        assert address, said + process.stderr.read()
+        line = process.stderr.readline()
+        address = re.search(r"serving small at (http://127\.0\.0\.1:\d+)/v1", line)
+        assert address, line + process.stderr.read()
         assert httpx.get(f"{address[1]}/v1/models").status_code == 401
         with openai.OpenAI(base_url=f"{address[1]}/v1", api_key="two", timeout=PATIENCE) as client:
             client.chat.completions.create(model="small", messages=[user("Hello!")])  # type: ignore[list-item]
@@ -143,8 +143,8 @@ def test_without_its_packages_serving_is_refused_by_name(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "kvcap.serve.app")
     monkeypatch.delitem(sys.modules, "kvcap.serve.metrics", raising=False)
     assert run(["serve"]) == 1
-    said = capsys.readouterr().err
-    assert "prometheus_client, which is not installed; run in kvcap's checkout: pip" in said
+    output = capsys.readouterr().err
+    assert "prometheus_client, which is not installed; run in kvcap's checkout: pip" in output
 
 
 def test_a_model_without_a_chat_template_is_named_at_start_and_in_answers(tmp_path, capsys):
@@ -152,9 +152,9 @@ def test_a_model_without_a_chat_template_is_named_at_start_and_in_answers(tmp_pa
     for template, chats in ((None, False), ("phi-3", True)):
         running = Running(device="cpu", chat_template=template)
         with served(model, running, name="plain") as server:
-            said = capsys.readouterr().err
-            assert ("warning: plain has no chat template" in said) is not chats
-            assert ("/v1/completions" in said) is ("--chat-template FILE" in said) is not chats
+            output = capsys.readouterr().err
+            assert ("warning: plain has no chat template" in output) is not chats
+            assert ("/v1/completions" in output) is ("--chat-template FILE" in output) is not chats
             with openai.OpenAI(
                 base_url=f"{server.url}/v1", api_key="none", max_retries=0
             ) as client:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_chats import NEVER, ask, limits, said, serve, small, text_of, until, user
+from server_chats import NEVER, ask, assistant, limits, serve, small, text_of, until, user
 from tools import ROOT, first_kept
 
 import kvcap
@@ -46,7 +46,7 @@ class Oracle:
                 session = self.replay(way)
                 expected[way] = session.messages[-1]["content"]
                 if expected[way] == answer:  # as others may: what comes next goes on from any
-                    key = owner + json.dumps([*messages, said(answer)])
+                    key = owner + json.dumps([*messages, assistant(answer)])
                     self.ways.setdefault(key, []).append((way, session.cache.seen))
         assert answer in expected.values(), (reply.usage, expected)
 
@@ -88,7 +88,7 @@ def test_whatever_many_clients_do_each_is_answered_from_its_own_context(
             answer = await text_of(reply)
             assert reply.finish_reason == "length"
             seen.append((owner, list(messages), reply, answer))
-            messages = [*messages, said(answer)]
+            messages = [*messages, assistant(answer)]
             await asyncio.sleep(draw.random() / 50)
 
     async def chat(s: Scheduler) -> None:
@@ -209,7 +209,7 @@ def test_conversations_of_one_system_prompt_keep_its_first_tokens(
                 session = conversation.session
                 session.fetch_cache()
                 whole.append(first_kept(session))
-            return [[*m, said(answer)] for m, answer in zip(talks, answers, strict=True)]
+            return [[*m, assistant(answer)] for m, answer in zip(talks, answers, strict=True)]
 
         first = await answered(talks)
         await answered([[*talk, user(story.format("more"))] for talk in first])
@@ -235,7 +235,7 @@ def test_a_short_conversation_in_the_place_of_a_long_one_is_saved_and_restored(
 
     async def chat(s: Scheduler) -> None:
         await text_of(s.submit(ask(long, tokens=2)))
-        answer = said(await text_of(s.submit(ask(short, tokens=2))))
+        answer = assistant(await text_of(s.submit(ask(short, tokens=2))))
         await text_of(s.submit(ask(long, tokens=2)))  # has the place again
         reply = s.submit(ask(short, answer, user("And?"), tokens=2))
         assert await text_of(reply)
@@ -263,7 +263,7 @@ def test_a_broken_file_is_set_aside_by_name_and_its_conversation_read_anew(
     (tmp_path / f".{file.name}.abcdefgh.part").write_text("half")
 
     async def chat(s: Scheduler) -> None:
-        reply = s.submit(ask(first, said(answer), user("And now?")))
+        reply = s.submit(ask(first, assistant(answer), user("And now?")))
         assert await text_of(reply)
         assert reply.usage.reused_tokens == 0
         assert s.figures().dropped == 1
@@ -314,7 +314,7 @@ def test_what_moves_while_it_is_answered_goes_on_from_what_was_saved(
 
     async def chat(s: Scheduler) -> None:
         reply = s.submit(ask(user("Hello!")))
-        begun = [user("Hello!"), said(await text_of(reply))]
+        begun = [user("Hello!"), assistant(await text_of(reply))]
         assert reply.usage is not None
         read = reply.usage.prompt_tokens + reply.usage.completion_tokens
         if is_saved:
@@ -349,8 +349,8 @@ def test_owners_and_ids_never_become_paths(runtime: Any, tmp_path: Path) -> None
 
 def test_spaces_around_an_answer_do_not_make_another_conversation() -> None:
     """Clients trim what they keep of it; what a user says counts as it is."""
-    chat = (user("Hello!"), said(" Hi. \n"), user("And now?"))
-    trimmed = (user("Hello!"), said("Hi."), user("And now?"))
+    chat = (user("Hello!"), assistant(" Hi. \n"), user("And now?"))
+    trimmed = (user("Hello!"), assistant("Hi."), user("And now?"))
     assert keys_of(ask(*chat), "") == keys_of(ask(*trimmed), "")
     assert keys_of(ask(user(" Hello!")), "") != keys_of(ask(user("Hello!")), "")
 

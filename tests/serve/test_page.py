@@ -179,8 +179,8 @@ def test_a_strip_is_its_owners(client, runtime):
     assert client.get(strip).status_code == 404
     client.headers["Authorization"] = f"Bearer {KEYS[0]}"
     assert client.get(strip).json() == strip_of(runtime.session(), "ada").model_dump(mode="json")
-    said = {"policy": "keydiff-window", "budget_tokens": 128}
-    assert client.get(memory).json() == said
+    expected = {"policy": "keydiff-window", "budget_tokens": 128}
+    assert client.get(memory).json() == expected
 
 
 def test_a_conversation_is_deleted_by_its_owner(client):
@@ -441,12 +441,12 @@ def test_a_long_text_is_pasted_beside_the_field_and_folded_once_it_is_sent(page,
     assert message["content"] == f"{pasted}\n\nIs it long?"
     answered(page)
     assert page.locator("#pasted li").count() == 0
-    said = page.locator(".user .said")
-    assert len(said.inner_text()) < 1000
+    bubble = page.locator(".user .said")
+    assert len(bubble.inner_text()) < 1000
     press(page, "Show all 1,020,013 letters")
-    assert said.text_content() == message["content"]
+    assert bubble.text_content() == message["content"]
     press(page, "Show less")
-    assert len(said.inner_text()) < 1000
+    assert len(bubble.inner_text()) < 1000
     press(page, "Edit")
     assert text.input_value() == "Is it long?"
     assert page.locator("#pasted li").count() == 1
@@ -478,9 +478,9 @@ def test_a_message_is_edited_and_that_is_undone(page, url):
         answered(page),
     ]
     press(page, "Undo")
-    said = [FACT, first, QUESTION, second]
-    assert page.locator(".said").all_inner_texts() == said
-    assert [one["content"].strip() for one in kept(page)[0]["messages"]] == said
+    texts = [FACT, first, QUESTION, second]
+    assert page.locator(".said").all_inner_texts() == texts
+    assert [one["content"].strip() for one in kept(page)[0]["messages"]] == texts
 
 
 @pytest.mark.slow
@@ -525,8 +525,8 @@ def test_two_tabs_of_a_conversation_lose_nothing(page, url, hears):
     say(other, QUESTION)
     page.locator(".user .said", has_text=QUESTION).wait_for()
     (one,) = kept(page)
-    said = [message["content"] for message in one["messages"] if message["role"] == "user"]
-    assert said == ["Hello!", FACT, QUESTION]
+    questions = [message["content"] for message in one["messages"] if message["role"] == "user"]
+    assert questions == ["Hello!", FACT, QUESTION]
     assert page.locator(".said").all_inner_texts() == other.locator(".said").all_inner_texts()
 
 
@@ -619,8 +619,8 @@ def test_what_two_tabs_said_while_the_storage_was_full_is_kept_twice(page, url):
     say(other, QUESTION)
     page.get_by_role("button", name="Pin", exact=True).first.click()
     page.locator("#full").wait_for(state="hidden")
-    said = [[one["content"] for one in chat["messages"]][2] for chat in kept(page)]
-    assert sorted(said) == sorted([FACT, QUESTION])
+    texts = [[one["content"] for one in chat["messages"]][2] for chat in kept(page)]
+    assert sorted(texts) == sorted([FACT, QUESTION])
 
 
 def test_half_an_answer_comes_back_with_its_deleted_conversation(page, url):

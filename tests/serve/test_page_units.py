@@ -131,12 +131,12 @@ THOUGHTS = {  # what an answer says, and what was thought and said of it
 def test_thoughts_are_told_from_what_is_said():
     given = {"content": "Yes.", "reasoning_content": " So it is. "}
     results = units(*(("parted", {"content": text}) for text in THOUGHTS), ("parted", given))
-    said = [(one["thoughts"], one["text"]) for one in results]
-    assert said == [*THOUGHTS.values(), ("So it is.", "Yes.")]
+    texts = [(one["thoughts"], one["text"]) for one in results]
+    assert texts == [*THOUGHTS.values(), ("So it is.", "Yes.")]
 
 
-def chat(*said: str, title: str = "") -> dict[str, Any]:
-    return {"title": title, "messages": [{"content": text} for text in said]}
+def chat(*texts: str, title: str = "") -> dict[str, Any]:
+    return {"title": title, "messages": [{"content": text} for text in texts]}
 
 
 def test_conversations_are_found_by_their_words_and_have_a_title():
@@ -169,18 +169,18 @@ def test_figures_are_told_in_words():
     values = ((18_000, 89_999, 120_000), (2_500_000, 12_000_000, 3_250_000_000), (1_020_013,))
     calls = [(name, value) for name, few in zip(words, values, strict=True) for value in few]
     assert units(*calls) == ["18 s", "90 s", "2 minutes", "2.5 MB", "12 MB", "3.25 GB", "1,020,013"]
-    said = units(*(("said", {"role": "assistant", "content": "", "took": x}) for x, _ in NOTES))
-    for texts, (_, note) in zip(said, NOTES, strict=True):
+    drawn = units(*(("said", {"role": "assistant", "content": "", "took": x}) for x, _ in NOTES))
+    for texts, (_, note) in zip(drawn, NOTES, strict=True):
         assert note is None or note in texts
         assert any("token" in text for text in texts) == bool(note)
 
 
 def test_a_long_message_is_folded_between_letters():
     texts = ["a" * 600, "a" * 601, "🐝" * 999, "line\n" * 9, "line\n" * 13]
-    said = units(*(("said", {"role": "user", "content": text}) for text in texts))
+    drawn = units(*(("said", {"role": "user", "content": text}) for text in texts))
     folds = [
-        [text for text in results if re.fullmatch("Show all .* letters", text)] for results in said
+        [text for text in results if re.fullmatch("Show all .* letters", text)] for results in drawn
     ]
     assert [*map(len, folds)] == [0, 1, 1, 0, 1]
     assert folds[2] == ["Show all 1,998 letters"]
-    assert "🐝" * 200 + " …" in said[2]
+    assert "🐝" * 200 + " …" in drawn[2]

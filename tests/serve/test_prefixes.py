@@ -10,7 +10,7 @@ import torch
 from chat_templates import TOOLS, with_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_chats import ask, limits, plain, said, serve, text_of, user
+from server_chats import ask, assistant, limits, plain, serve, text_of, user
 from toy_engine import ToyEngine
 
 from kvcap.runtime.backends.pytorch.runtime import Runtime
@@ -109,7 +109,7 @@ def test_what_was_copied_is_counted(runtime: Any) -> None:
         assert figures.prompt_tokens == first.prompt_tokens + (
             second.prompt_tokens - second.reused_tokens
         )
-        _, third = await answer(s, SYSTEMS[0], user("Salt?"), said(text), user("And?"))
+        _, third = await answer(s, SYSTEMS[0], user("Salt?"), assistant(text), user("And?"))
         assert third.reused_tokens > second.prompt_tokens  # the conversation went on
         assert s.figures().prompts_shared == 1
 
@@ -184,7 +184,7 @@ def test_no_key_sees_what_another_said(runtime: Any, talks: Any) -> None:
                 if place == 0 and system not in known:
                     assert usage.reused_tokens == 0, "another key's copy"
                 known.add(system)
-                messages.append(said(text))
+                messages.append(assistant(text))
                 session = s._pool.known(owner, name).session  # type: ignore[union-attr]
                 assert session is not None
                 read[owner, name] = runtime.tokenizer.decode(session.read_ids)

@@ -70,7 +70,7 @@ def chat(server: Server, messages: Any, key: str = "ada", **more: Any) -> httpx.
     )
 
 
-def said(answer: httpx.Response) -> dict[str, Any]:
+def message_of(answer: httpx.Response) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     return {"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]}
 
@@ -88,7 +88,7 @@ def test_two_replicas_answer_as_one_process_does(server: Server, model: str) -> 
             answer = chat(server, talk)
             reused = answer.json()["usage"]["kv"]["reused"]
             assert (reused > 0) == (len(talk) > 1)  # it came back to its replica
-            talk += [said(answer), {"role": "user", "content": "And now?"}]
+            talk += [message_of(answer), {"role": "user", "content": "And now?"}]
 
     async def alone() -> None:
         one = admitted(model, BUDGET).scheduler
@@ -127,7 +127,7 @@ def working() -> int:
 
 def test_a_replica_killed_mid_answer_loses_no_conversation(server: Server, keep: Path) -> None:
     talk = [user(7)]
-    talk += [said(chat(server, talk)), {"role": "user", "content": "And now?"}]
+    talk += [message_of(chat(server, talk)), {"role": "user", "content": "And now?"}]
     secret = [{"role": "user", "content": "Bob's secret is 9999."}]
     chat(server, secret, "bob")
     eventually(lambda: figure(server, "on_disk") >= 8)
@@ -152,7 +152,7 @@ def test_a_replica_killed_mid_answer_loses_no_conversation(server: Server, keep:
     assert chat(server, secret + talk[1:], "ada").json()["usage"]["kv"]["reused"] == 0
     eventually(lambda: len(set(replicas()) - {pid}) == 2)  # another takes its place
     for number in range(10, 16):
-        said(chat(server, [user(number)]))
+        message_of(chat(server, [user(number)]))
 
 
 def test_what_a_replica_refuses_is_told_as_on_one_machine(server: Server) -> None:
@@ -203,7 +203,7 @@ def test_a_deleted_conversation_is_on_no_replica(server: Server, keep: Path) -> 
     names: dict[str, Any] = {}
     for number in range(30, 34):  # on both of them
         answer = chat(server, talk := [user(number)])
-        talk += [said(answer), {"role": "user", "content": "And now?"}]
+        talk += [message_of(answer), {"role": "user", "content": "And now?"}]
         names[answer.headers["X-Session-Id"]] = talk
     for name, talk in names.items():
         eventually(lambda name=name: list(keep.glob(f"*-{name}-*.kvcap")))
@@ -241,7 +241,7 @@ def test_after_the_end_all_is_kept_and_what_cannot_be_is_refused_by_name(
     import ray
 
     before = set(keep.glob("*.kvcap"))
-    said(chat(server, [user(20)]))
+    message_of(chat(server, [user(20)]))
     server.__exit__()
     assert len(set(keep.glob("*.kvcap")) - before) >= 1
     assert not replicas()

@@ -39,9 +39,9 @@ def test_a_server_answers_by_the_names_that_it_is_given():
     with reached(Address(allow_host=["host.docker.internal", "[fe80::1]"])) as server:
         assert status(server, "Host.Docker.Internal:8000") == 200
         assert status(server, "[fe80::1]:8000") == status(server, "localhost") == 200
-        said = httpx.get(f"{server.url}/health", headers={"Host": "evil.example"})
-        assert (said.status_code, said.json()["error"]["code"]) == (400, "unknown_host")
-        assert "--allow-host NAME" in said.json()["error"]["message"]
+        response = httpx.get(f"{server.url}/health", headers={"Host": "evil.example"})
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "unknown_host")
+        assert "--allow-host NAME" in response.json()["error"]["message"]
 
 
 def test_names_are_checked_for_other_machines_too_where_some_are_given():
@@ -66,24 +66,27 @@ def test_pages_of_a_site_that_is_let_in_may_ask_before_they_have_a_key():
         assert "authorization" in allowed.headers["Access-Control-Allow-Headers"]
         assert httpx.options(url, headers={**asks, "Origin": "https://evil.example"}).is_error
         for headers, code in (({}, 401), ({"Authorization": "Bearer secret"}, 200)):
-            said = httpx.post(
+            response = httpx.post(
                 url,
                 headers={"Origin": SITE, **headers},
                 json={"messages": [{"role": "user", "content": "Hello!"}]},
             )
-            assert (said.status_code, said.headers["Access-Control-Allow-Origin"]) == (code, SITE)
-        assert "X-Session-Id" in said.headers["Access-Control-Expose-Headers"]
+            assert (response.status_code, response.headers["Access-Control-Allow-Origin"]) == (
+                code,
+                SITE,
+            )
+        assert "X-Session-Id" in response.headers["Access-Control-Expose-Headers"]
         other = httpx.get(f"{server.url}/health", headers={"Origin": "https://evil.example"})
         assert "Access-Control-Allow-Origin" not in other.headers
 
 
 def test_pages_of_other_sites_are_not_let_in_unless_that_is_said():
     with reached(Address()) as server:
-        said = httpx.get(f"{server.url}/health", headers={"Origin": SITE})
-        assert "Access-Control-Allow-Origin" not in said.headers
+        response = httpx.get(f"{server.url}/health", headers={"Origin": SITE})
+        assert "Access-Control-Allow-Origin" not in response.headers
     with reached(Address(cors_origin=["*"])) as server:
-        said = httpx.get(f"{server.url}/health", headers={"Origin": SITE})
-        assert said.headers["Access-Control-Allow-Origin"] == "*"
+        response = httpx.get(f"{server.url}/health", headers={"Origin": SITE})
+        assert response.headers["Access-Control-Allow-Origin"] == "*"
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")

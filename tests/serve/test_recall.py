@@ -14,7 +14,7 @@ import openai
 import pytest
 import tiny_chat
 from make import QUESTION
-from server_chats import ask, limits, plain, said, serve, serving, text_of, until, user
+from server_chats import ask, assistant, limits, plain, serve, serving, text_of, until, user
 from tools import PATIENCE
 
 import kvcap
@@ -80,7 +80,7 @@ async def turn(s: Scheduler, messages: list[Any], text: str, **more: Any) -> Any
     """Send a text after `messages`, which it and the answer join."""
     messages.append(user(text))
     reply = s.submit(ask(*messages, tokens=4, **more))
-    messages.append(said(await text_of(reply)))
+    messages.append(assistant(await text_of(reply)))
     return reply
 
 
@@ -127,7 +127,7 @@ def test_a_conversation_recalls_nothing_of_anothers(url: str, ended: list[Recall
                 last, answer = None, ""
                 for last in parts:
                     answer += last.choices[0].delta.content or "" if last.choices else ""
-                messages.append(said(answer))
+                messages.append(assistant(answer))
             assert last is not None
             assert last.usage is not None
             assert last.usage.recalled > 0  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from kvcap.serve.contract import Ask, Figures
 from kvcap.serve.replicas import Opening, open_replicas, place_of, routed, sent, shared, total
 
 
-def said(*texts: str, system: str | None = None) -> tuple[Any, ...]:
+def chat_of(*texts: str, system: str | None = None) -> tuple[Any, ...]:
     """Return a chat of these texts, the user's first."""
     roles = ("user", "assistant")
     chat = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
@@ -28,26 +28,26 @@ def said(*texts: str, system: str | None = None) -> tuple[Any, ...]:
 
 
 def test_a_conversation_returns_to_its_replica_by_its_messages_and_by_its_id() -> None:
-    first, place = routed(Ask(said("Hello!", system="Be brief."), owner="ada"))
-    later = Ask(said("Hello!", "Hi.", "And now?", system="Be brief."), owner="ada")
+    first, place = routed(Ask(chat_of("Hello!", system="Be brief."), owner="ada"))
+    later = Ask(chat_of("Hello!", "Hi.", "And now?", system="Be brief."), owner="ada")
     assert routed(later)[1] == place
     assert first.fresh_id is not None
-    assert routed(Ask(said("And now?"), owner="ada", session_id=first.fresh_id))[1] == place
+    assert routed(Ask(chat_of("And now?"), owner="ada", session_id=first.fresh_id))[1] == place
     assert place_of("ada", first.fresh_id) == place
     assert routed(later)[0].fresh_id != first.fresh_id  # another conversation, begun alike
-    named = Ask(said("Hello!"), owner="ada", session_id="mine")
+    named = Ask(chat_of("Hello!"), owner="ada", session_id="mine")
     assert routed(named) == (named, place_of("ada", "mine"))
 
 
 def test_other_owners_beginnings_and_names_go_elsewhere() -> None:
     asks = [
-        Ask(said("Hello!"), owner="ada"),
-        Ask(said("Hello!"), owner="bob"),
-        Ask(said("Hello."), owner="ada"),
-        Ask(said("Hello!", system="Be brief."), owner="ada"),
-        Ask(said("Hello!"), owner="ada", session_id="x"),
-        Ask(said("Hello!"), owner="bob", session_id="x"),
-        Ask(said("Hello!"), owner="ada", session_id="y"),
+        Ask(chat_of("Hello!"), owner="ada"),
+        Ask(chat_of("Hello!"), owner="bob"),
+        Ask(chat_of("Hello."), owner="ada"),
+        Ask(chat_of("Hello!", system="Be brief."), owner="ada"),
+        Ask(chat_of("Hello!"), owner="ada", session_id="x"),
+        Ask(chat_of("Hello!"), owner="bob", session_id="x"),
+        Ask(chat_of("Hello!"), owner="ada", session_id="y"),
         Ask(prompt="Hello!", owner="ada"),  # any replica takes it
     ]
     replicas = [routed(one)[1] for one in asks]

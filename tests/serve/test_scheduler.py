@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from chat_templates import THINKING, TOOLS, with_template
-from server_chats import NEVER, ask, limits, plain, pocket, said, serve, text_of, until, user
+from server_chats import NEVER, ask, assistant, limits, plain, pocket, serve, text_of, until, user
 from toy_engine import ToyEngine
 
 from kvcap.runtime.errors import (
@@ -52,7 +52,7 @@ def test_a_conversation_goes_on_and_reads_only_what_is_new(built_in: Any) -> Non
         assert (answer, reply.finish_reason) == (expected, ended)
         assert reply.usage.reused_tokens == 0
         assert reply.usage.prompt_tokens > 50
-        again = s.submit(ask(first, said(answer), then))
+        again = s.submit(ask(first, assistant(answer), then))
         assert await text_of(again) == later
         assert again.session_id == reply.session_id
         stats = alone.stats
@@ -71,12 +71,12 @@ def test_whatever_differs_is_read_anew(runtime: Any) -> None:
     first, then = user(facts(1)), user("What is the code?")
 
     async def chat(s: Scheduler) -> None:
-        answer = said(await text_of(s.submit(ask(first, owner="ada"))))
+        answer = assistant(await text_of(s.submit(ask(first, owner="ada"))))
         others = [
             ask(first, answer, then, owner="bob"),
             ask(first, answer, then),
             ask({"role": "system", "content": "Be short."}, first, answer, then, owner="ada"),
-            ask(first, said("No."), then, owner="ada"),
+            ask(first, assistant("No."), then, owner="ada"),
             ask(user(facts(2)), answer, then, owner="ada"),
             ask(first, answer, then, owner="ada", session_id="mine"),
         ]
@@ -102,7 +102,7 @@ def test_thinking_is_switched_off_by_a_request(runtime: Any, name: str) -> None:
 
     async def chat(s: Scheduler) -> None:
         reply = s.submit(ask(first))
-        answer = said(await text_of(reply))
+        answer = assistant(await text_of(reply))
         again = s.submit(ask(first, answer, then, options=off))
         text = await text_of(again)
         assert again.session_id == reply.session_id
@@ -138,7 +138,13 @@ def test_a_result_goes_on_with_the_answer_that_called(runtime: Any, name: str) -
         assert again.session_id == reply.session_id
         assert (again.usage.reused_tokens > 0) == (name != "one turn")
         assert again.usage.prompt_tokens > held
-        messages = [first, {**answer, "content": "I add. "}, result, said(text), user("Thanks.")]
+        messages = [
+            first,
+            {**answer, "content": "I add. "},
+            result,
+            assistant(text),
+            user("Thanks."),
+        ]
         last = s.submit(ask(*messages, tools=(tool,)))
         await text_of(last)
         assert last.session_id == reply.session_id
@@ -170,7 +176,7 @@ def test_requests_for_one_conversation_at_once_do_not_mix(built_in: Any) -> None
     async def chat(s: Scheduler) -> None:
         for name in (None, "mine"):
             assert await text_of(s.submit(ask(first, tokens=20, session_id=name))) == expected
-            before = first, said(expected)
+            before = first, assistant(expected)
             replies = [s.submit(ask(*before, user(t), session_id=name)) for t in texts]
             answers = await asyncio.gather(*map(text_of, replies))
             reused = [reply.usage.reused_tokens > 0 for reply in replies]
@@ -264,7 +270,7 @@ def test_a_stopped_answer_is_gone_on_with(runtime: Any) -> None:
         assert reply.finish_reason == "interrupted"
         answer = session.messages[-1]["content"]  # of what was written some may not have been read
         assert answer.startswith("".join(pieces))
-        then = s.submit(ask(first, said(answer), user("Go on.")))
+        then = s.submit(ask(first, assistant(answer), user("Go on.")))
         await text_of(then)
         assert then.usage.reused_tokens > 0
 
@@ -309,7 +315,7 @@ def test_what_cannot_be_answered_is_refused(runtime: Any) -> None:
         for wrong, error, words in [
             (Ask(), MessagesInvalid, "messages, or a prompt"),
             (Ask((first,), prompt="a"), MessagesInvalid, "not both"),
-            (ask(said("Hello!")), MessagesInvalid, "must be of the user"),
+            (ask(assistant("Hello!")), MessagesInvalid, "must be of the user"),
             (ask(user(" ")), EmptyPrompt, "empty"),
             (Ask((first,), options={"temperature": -1}), ValueError, "temperature"),
             (ask(first, pins=frozenset({1})), MessagesInvalid, "message 1 cannot be pinned"),
@@ -336,7 +342,7 @@ def test_other_pins_are_another_conversation(runtime: Any) -> None:
 
     async def chat(s: Scheduler) -> None:
         reply = s.submit(ask(words, first, pins=frozenset({0, 1})))
-        answer = said(await text_of(reply))
+        answer = assistant(await text_of(reply))
         again = s.submit(ask(words, first, answer, then, pins=frozenset({0, 1})))
         await text_of(again)
         assert again.usage.reused_tokens > 0
@@ -420,7 +426,7 @@ def test_a_second_branch_of_a_saved_conversation_begins_where_it_was_saved(
     first = user(facts(1))
 
     async def chat(s: Scheduler) -> None:
-        answer = said(await text_of(s.submit(ask(first, session_id="x"))))
+        answer = assistant(await text_of(s.submit(ask(first, session_id="x"))))
         await until(lambda: s.figures().saved == 1)
         then = ask(first, answer, user("And now?"), session_id="x")
         replies = [s.submit(then) for _ in range(2)]  # the second waits for the first
@@ -457,7 +463,7 @@ def test_a_server_that_closes_ends_answers_and_keeps_conversations(
 
     async def chat() -> None:
         s = Scheduler(runtime, limits(), SavedConversations(tmp_path, 64 << 20))
-        answer = said(await text_of(s.submit(ask(first))))
+        answer = assistant(await text_of(s.submit(ask(first))))
         long = [s.submit(ask(user(facts(n)), tokens=500, options=GO_ON)) for n in range(3)]
         await until(lambda: s.figures().answering == 2)
         await s.aclose()

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 import torch
-from server_chats import client_of, pocket, said, serving, user
+from server_chats import assistant, client_of, pocket, serving, user
 from stand_in import Script
 
 from kvcap.serve.contract import Piece
@@ -150,11 +150,11 @@ def test_an_answer_is_continued_where_the_last_message_begins_it(client):
     begun, rest = text[:middle], text[middle:]
     for more in ({}, {"continue_final_message": True, "add_generation_prompt": False}):
         continued = client.chat.completions.create(
-            messages=[*HELLO, said(begun)], extra_body=more, **{**REQUEST, "max_tokens": 12}
+            messages=[*HELLO, assistant(begun)], extra_body=more, **{**REQUEST, "max_tokens": 12}
         )
         assert continued.choices[0].message.content.startswith(rest)
     after = client.chat.completions.create(
-        messages=[*HELLO, said(begun + rest), user("Thanks.")], **REQUEST
+        messages=[*HELLO, assistant(begun + rest), user("Thanks.")], **REQUEST
     )
     assert after.usage.kv["reused"] > 0  # the whole answer is one message of the conversation
 
@@ -197,7 +197,7 @@ def test_a_stream_tells_how_far_the_prompt_is_read_where_that_is_asked_for(clien
         assert read[-1] < usage.prompt_tokens
         held = usage.prompt_tokens_details.cached_tokens
         assert {(one["total"], one["cache"]) for one in progress} == {(usage.prompt_tokens, held)}
-        messages = [*messages, said(text), long]
+        messages = [*messages, assistant(text), long]
     assert held > 0
     assert progress_of(long)[0] == []
     with pytest.raises(openai.BadRequestError, match="return_progress is for stream: true"):

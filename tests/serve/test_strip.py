@@ -116,9 +116,9 @@ def test_tokens_that_nobody_noted_are_unknown(runtime):
     """As those of a file that an earlier kvcap saved."""
     session = session_of(runtime)
     list(session.send(LONG))
-    seen, said = session.cache.seen, session.conversation
-    del said["read_ids"]
-    session.take_over(said, session.rng)
+    seen, conversation = session.cache.seen, session.conversation
+    del conversation["read_ids"]
+    session.take_over(conversation, session.rng)
     assert strip_of(session, "ada").tokens == [None] * seen
     list(session.send("And now?"))
     texts = strip_of(session, "ada").tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from server_chats import ask, said, user
+from server_chats import ask, assistant, user
 
 from kvcap.serve.conversations import keys_of
 from kvcap.serve.thoughts import ThoughtGate, without_thoughts
@@ -26,6 +26,7 @@ def test_a_conversation_is_known_by_answers_without_their_thoughts():
     thought = "<think>\nTwo and two.\n</think>\n\nFour."
     assert without_thoughts(thought) == "Four."
     with_them, without = (
-        keys_of(ask(user("2+2?"), said(text), user("Sure?")), "") for text in (thought, "Four.")
+        keys_of(ask(user("2+2?"), assistant(text), user("Sure?")), "")
+        for text in (thought, "Four.")
     )
     assert with_them == without

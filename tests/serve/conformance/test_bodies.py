@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from dialects import CHAT, CHATS, MESSAGES, OLLAMA, OTHERS, RESPONSES, assert_refused
-from server_chats import BEGUN, HELLO, TOOL, said, user
+from server_chats import BEGUN, HELLO, TOOL, assistant, user
 from stand_in import Script
 
 from kvcap.serve.app import Settings
@@ -78,11 +78,11 @@ NOTHING: dict[str, Any] = {  # OpenAI's, of values that are those of who says no
 CALL_BESIDE = {"id": None, "type": "function",
                "function": {"name": "add", "arguments": '{"a": 1}'}}  # fmt: skip
 READ: list[tuple[Any, Any]] = [  # messages with more than a text, and how they are read
-    ({"role": "assistant", "content": None}, said("")),
-    ({**said("Hi"), "name": "a", "reasoning_content": "so", "reasoning": None, "refusal": None,
-      "audio": None, "function_call": None}, said("Hi")),
+    ({"role": "assistant", "content": None}, assistant("")),
+    ({**assistant("Hi"), "name": "a", "reasoning_content": "so", "reasoning": None, "refusal": None,
+      "audio": None, "function_call": None}, assistant("Hi")),
     ({"role": "assistant", "tool_calls": [CALL_BESIDE], **CACHED},
-     {**said(""), "tool_calls": [
+     {**assistant(""), "tool_calls": [
          {**CALL_BESIDE, "id": "", "function": {"name": "add", "arguments": {"a": 1}}}]}),
     ({"role": "tool", "tool_call_id": "x", "content": None, "name": "add"},
      {"role": "tool", "tool_call_id": "x", "content": "", "name": "add"}),
@@ -142,8 +142,8 @@ REQUESTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # an address, a 
     *((path, form, {"options": options}) for form, options in FORMS for path in (CHAT_PATH, TEXTS)),
     *((CHAT_PATH, {"response_format": {"type": kind, "schema": SCHEMA}},
        {"options": {"json_schema": SCHEMA}}) for kind in ("json_object", "json_schema")),
-    *((CHAT_PATH, said, {"options.template_options": options, "options.thinking_budget": budget})
-      for said, options, budget in EFFORTS),
+    *((CHAT_PATH, fields, {"options.template_options": options, "options.thinking_budget": budget})
+      for fields, options, budget in EFFORTS),
     *((CHAT_PATH, {"tools": [TOOL, OTHER], "tool_choice": {
         "type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [OTHER]}}},
        {"tools": (OTHER,), "must_call": mode == "required"}) for mode in ("auto", "required")),
@@ -168,7 +168,7 @@ REQUESTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # an address, a 
      {"options.json_schema.anyOf.0.properties.name.const": "weather"}),
     (MESSAGES.path, {"tool_choice": {"type": "none"}, "thinking": {"type": "disabled"}},
      {"tools": (), "options.template_options": {"enable_thinking": False}}),
-    (MESSAGES.path, {"messages": [*HELLO, said("Well,")]}, {"begin": "Well,"}),
+    (MESSAGES.path, {"messages": [*HELLO, assistant("Well,")]}, {"begin": "Well,"}),
     (MESSAGES.path, {"messages": [*HELLO, {"role": "assistant", "content": [
         {"type": "tool_use", "id": "1", "name": "weather", "input": {}}]},
         *user_parts(RESULT, {"type": "text", "text": "And?"})]},
@@ -188,9 +188,9 @@ REQUESTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # an address, a 
      {"tools.*.function.name": ["ToolSearch", "b"],
       "messages.2.content": "The tool b is offered.\n"}),
     # What the system says later is part of the user's message.
-    (MESSAGES.path, {"messages": [system("Skills: none."), *HELLO, said("Hi."),
+    (MESSAGES.path, {"messages": [system("Skills: none."), *HELLO, assistant("Hi."),
                                   system("Skills: none."), *HELLO]},
-     {"messages": (system("Skills: none."), *HELLO, said("Hi."), user(f"{LATER}\n\nHello!"))}),
+     {"messages": (system("Skills: none."), *HELLO, assistant("Hi."), user(f"{LATER}\n\nHello!"))}),
     (RESPONSES.path, {"instructions": "Be brief.", "max_output_tokens": 9, "temperature": 0.5},
      {"messages": (system("Be brief."), *HELLO),
       "options": {"max_new_tokens": 9, "temperature": 0.5}}),
@@ -314,7 +314,7 @@ OPENAIS: list[tuple[dict[str, Any], str | None]] = [  # of OpenAI's, and the par
     ({"messages": [{"role": "user", "content": None}]}, "messages.0"),
     ({"messages": None}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0"),
-    ({"messages": [{**said("x"), "pin": True}]}, "messages.0"),
+    ({"messages": [{**assistant("x"), "pin": True}]}, "messages.0"),
     ({"messages": [{"role": "assistant", "tool_calls": [
         {"id": "1", "type": "function", "function": {"name": "f", "arguments": "["}}]}]},
      "messages.0"),

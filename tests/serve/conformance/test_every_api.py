@@ -85,9 +85,9 @@ ANSWERS: dict[str, tuple[Script, bool, tuple[Any, ...]]] = {  # with tools: text
 def test_an_answer_is_put_in_the_words_of_its_api(client, talk, api, case, streamed):
     talk.script, tools, (text, thoughts, calls, ended) = ANSWERS[case]
     request = {**api.least, **({"tools": api.tools} if tools else {})}
-    said = client.post(api.path, json={**request, **(api.streaming if streamed else {})})
-    assert said.status_code == 200, said.text
-    answer = api.stream(said.text) if streamed else api.whole(said.json())
+    response = client.post(api.path, json={**request, **(api.streaming if streamed else {})})
+    assert response.status_code == 200, response.text
+    answer = api.stream(response.text) if streamed else api.whole(response.json())
     cached = None if api in (OLLAMA, GENERATE) else 4
     written = len(talk.script.pieces)
     assert answer == Answer(text, thoughts, calls, api.ended[ended], 11, cached, written)
@@ -137,9 +137,9 @@ def test_a_schema_and_a_limit_are_those_of_the_answer(client, talk, api):
     outer, _, inner = api.limit.partition(".")
     for most, status in ((7, 200), (-5, 400), ("7", 400), (101, 400)):
         limit = {outer: {inner: most} if inner else most}
-        said = client.post(api.path, json={**api.least, **limit})
-        assert said.status_code == status, said.text
-        assert status == 200 or f"{api.limit} is" in said.text
+        response = client.post(api.path, json={**api.least, **limit})
+        assert response.status_code == status, response.text
+        assert status == 200 or f"{api.limit} is" in response.text
     assert talk.request.options["max_new_tokens"] == 7
 
 
@@ -152,17 +152,17 @@ def test_every_field_may_be_null_and_is_named_where_it_is_wrong(client, talk, ap
     request = {**api.least, "stream": False} if "stream" in fields else api.least
     client.post(api.path, json=request)
     plain = talk.request
-    said = client.post(api.path, json={**dict.fromkeys(fields), **request})
-    assert said.status_code == 200, said.text
+    response = client.post(api.path, json={**dict.fromkeys(fields), **request})
+    assert response.status_code == 200, response.text
     assert talk.request == plain
     for name in sorted(fields.keys() - {"model"}):
         for wrong in (-7, "x", [5], {"x": 1}):
-            said = client.post(api.path, json={**request, name: wrong})
-            assert said.status_code in (200, 400, 404), said.text
-            assert said.status_code == 200 or name in said.text
-    said = client.post(api.path, json={**request, "unheard_of": 1})
-    assert said.status_code == 400
-    assert "unheard_of is no parameter" in said.text
+            response = client.post(api.path, json={**request, name: wrong})
+            assert response.status_code in (200, 400, 404), response.text
+            assert response.status_code == 200 or name in response.text
+    response = client.post(api.path, json={**request, "unheard_of": 1})
+    assert response.status_code == 400
+    assert "unheard_of is no parameter" in response.text
 
 
 JSON = {"Content-Type": "application/json"}
@@ -199,8 +199,8 @@ def test_what_is_refused_is_so_in_the_form_of_its_api(client, talk, api, status,
     before = len(talk.answers)
     body = {**api.least, **request_.get("json", {})}
     given = {**request_, **({} if "content" in request_ else {"json": body})}
-    said = client.request(given.pop("method", "POST"), api.path, **given)
-    assert words in assert_refused(api, said, status)
+    response = client.request(given.pop("method", "POST"), api.path, **given)
+    assert words in assert_refused(api, response, status)
     assert len(talk.answers) == before
 
 
@@ -212,13 +212,13 @@ def test_what_fails_does_so_in_the_form_of_its_api(
 ):
     request = {**api.least, **(api.streaming if streamed else {})}
     for talk.script in (Script(refused=error), Script(early=error)):
-        said = client.post(api.path, json=request)
-        message = assert_refused(api, said, status)
+        response = client.post(api.path, json=request)
+        message = assert_refused(api, response, status)
         assert words in message
         assert "/a/path" not in message
         if api in (CHAT, RESPONSES):
-            assert said.json()["error"]["code"] == code
-        assert said.headers.get("Retry-After") == {429: "3", 503: "1"}.get(status)
+            assert response.json()["error"]["code"] == code
+        assert response.headers.get("Retry-After") == {429: "3", 503: "1"}.get(status)
 
 
 @every_chat
@@ -340,9 +340,9 @@ def test_no_hostile_body_is_more_than_refused(client, talk, api, case):
     before = len(talk.answers)
     headers = JSON if case in HOSTILE else {"Content-Type": case}
     given = HOSTILE.get(case, body)(api)
-    said = client.post(api.path, content=given, headers=headers)
-    assert said.status_code in ((400, 404) if case in HOSTILE else (415,)), said.text
-    message = assert_refused(api, said, said.status_code)
+    response = client.post(api.path, content=given, headers=headers)
+    assert response.status_code in ((400, 404) if case in HOSTILE else (415,)), response.text
+    message = assert_refused(api, response, response.status_code)
     assert len(message) < 1_000
     if case.startswith(("half a letter", "no UTF-8")):
         assert "give UTF-8, and whole letters" in message
@@ -359,16 +359,16 @@ def test_a_body_without_its_type_is_taken_where_no_browser_sends_it(
     """As curl and litellm send it; a page of another site cannot leave both headers out."""
     given = {} if kind is None else {"Content-Type": kind}
     assert client.post(api.path, content=body(api), headers=given).status_code == 200
-    said = client.post(api.path, content=body(api), headers={**given, header: "null"})
-    assert "Content-Type" in assert_refused(api, said, 415)
+    response = client.post(api.path, content=body(api), headers={**given, header: "null"})
+    assert "Content-Type" in assert_refused(api, response, 415)
 
 
 @every_chat
 def test_thoughts_are_counted(client, talk, api):
     """All but the marks, which are three tokens here."""
     talk.script = Script(["<think>", "Hm", "\n", "so", "</", "think>", "Yes"])
-    said = client.post(api.path, json=api.least).json()
-    usage = said.get("usage", {})
+    reply = client.post(api.path, json=api.least).json()
+    usage = reply.get("usage", {})
     names = ("completion_tokens_details", "output_tokens_details")
     counts = [usage[name]["reasoning_tokens"] for name in names if name in usage]
     assert counts == ([3] if api in (CHAT, RESPONSES) else [])
@@ -390,16 +390,16 @@ def test_a_call_that_must_be_is_one_even_if_it_is_cut(client, talk, api, written
     text, calls = CUT[written]
     choice = {"type": "any"} if api is MESSAGES else "required"
     request = {**api.least, "tools": api.tools, "tool_choice": choice, "stream": streamed}
-    said = client.post(api.path, json=request)
-    assert said.status_code == 200, said.text
-    assert r"{\"na" not in said.text
-    assert json.dumps(text)[1:-1] in said.text or (api is MESSAGES and not streamed)
+    response = client.post(api.path, json=request)
+    assert response.status_code == 200, response.text
+    assert r"{\"na" not in response.text
+    assert json.dumps(text)[1:-1] in response.text or (api is MESSAGES and not streamed)
     if not streamed and api is MESSAGES:
-        assert said.json()["stop_reason"] == "max_tokens"
-        blocks = said.json()["content"]
+        assert response.json()["stop_reason"] == "max_tokens"
+        blocks = response.json()["content"]
         assert [(one["name"], one["input"]) for one in blocks] == calls
     if not streamed and api is CHAT:
-        (one,) = said.json()["choices"]
+        (one,) = response.json()["choices"]
         assert (one["message"]["content"] or "", one["finish_reason"]) == ("", "length")
         whole_calls = one["message"].get("tool_calls", [])
         assert [one["function"]["arguments"] for one in whole_calls] == [text] * len(calls)
@@ -468,15 +468,15 @@ def test_no_hostile_request_is_more_than_refused(served, client, talk, case):
             if case not in NO_HTTP:
                 sender.shutdown(socket.SHUT_WR)
             answer.begin()
-            said = json.loads(answer.read())
+            content = json.loads(answer.read())
         except (http.client.BadStatusLine, OSError):
             assert "early" in case or len(SENT[case]) > HEAD_BYTES
         else:
             assert 400 <= answer.status < 500, answer.status
-            assert said["error"]
+            assert content["error"]
             if case in NO_HTTP:  # in OpenAI's form, and the connection ends
                 assert (answer.status, answer.headers["Content-Type"]) == (400, "application/json")
-                assert said["error"]["type"] == "invalid_request_error"
-                assert "no request of HTTP/1.1" in said["error"]["message"]
+                assert content["error"]["type"] == "invalid_request_error"
+                assert "no request of HTTP/1.1" in content["error"]["message"]
                 assert sender.recv(1) == b""
     assert client.post(CHAT.path, json=CHAT.least).status_code == 200

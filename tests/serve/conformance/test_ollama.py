@@ -38,8 +38,8 @@ def test_a_raw_prompt_is_continued_as_it_is(url, talk, stream):
     """All of the answer is text, also what would be thoughts in a chat."""
     talk.script = Script(["<think>", "Hm", "</think>"])
     request = {"model": "pocket", "prompt": "Once", "raw": True, "stream": stream, "think": False}
-    said = httpx.post(f"{url}/api/generate", json=request)
-    parts = lines(said) if stream else [said.json()]
+    response = httpx.post(f"{url}/api/generate", json=request)
+    parts = lines(response) if stream else [response.json()]
     assert "".join(one["response"] for one in parts) == "<think>Hm</think>"
     assert (parts[-1]["done_reason"], parts[-1]["eval_count"]) == ("stop", 3)
 
@@ -80,8 +80,8 @@ def test_a_model_can_do_what_its_template_writes(url, talk, monkeypatch, tools, 
 ])  # fmt: skip
 def test_a_model_is_loaded_and_unloaded_in_word(url, talk, kept, reason):
     for path in ("chat", "generate"):
-        said = httpx.post(f"{url}/api/{path}", json={"model": "pocket", "keep_alive": kept}).json()
-        assert said["done_reason"] == reason
+        body = httpx.post(f"{url}/api/{path}", json={"model": "pocket", "keep_alive": kept}).json()
+        assert body["done_reason"] == reason
 
 
 @pytest.mark.parametrize("case", [
@@ -96,8 +96,8 @@ def test_log_probabilities_are_given(url, talk, case, stream):
     talk.script = Script([Piece(one.text, (one,)) for one in likely])
     body = {**({"prompt": "Hi"} if path == "generate" else CHAT), **more, "model": "pocket"}
     body = {**body, "stream": stream, "logprobs": True, "top_logprobs": 1}
-    said = httpx.post(f"{url}/api/{path}", json=body)
-    parts = lines(said) if stream else [said.json()]
+    response = httpx.post(f"{url}/api/{path}", json=body)
+    parts = lines(response) if stream else [response.json()]
     given = [one for line in parts for one in line.get("logprobs", ())]
     assert given == [one.as_dict() for one in likely]
     assert talk.request.options["logprobs"] == 1
@@ -106,11 +106,11 @@ def test_log_probabilities_are_given(url, talk, case, stream):
 def test_the_document_describes_every_body(url, talk):
     whole = httpx.get(f"{url}/docs").json()
     assert httpx.get(f"{url}/openapi.json").json() == whole
-    for path, said in whole["paths"].items():
+    for path, operations in whole["paths"].items():
         allowed = httpx.put(f"{url}{path}").headers["Allow"].lower()
-        assert set(said) == {"post" if "post" in allowed else "get"}
-        if "post" in said:
-            body = said["post"]["requestBody"]["content"]["application/json"]
+        assert set(operations) == {"post" if "post" in allowed else "get"}
+        if "post" in operations:
+            body = operations["post"]["requestBody"]["content"]["application/json"]
             name = body["schema"]["$ref"].rpartition("/")[2]
             assert whole["components"]["schemas"][name]["properties"]
     routes = Api(talk, Settings("pocket")).paths
@@ -150,9 +150,11 @@ def test_texts_become_tokens_and_tokens_text():
         assert shown["details"]["parameter_size"].endswith("M")
         assert shown["details"]["quantization_level"] == "F32"
         assert get("/models")["data"] == [listed]
-        said = [{"role": "system", "content": "Hello!"}]
-        assert post("/chat/completions", messages=said, max_tokens=1)["choices"]
-        made = post("/chat/completions", messages=said, tools=[TOOL], tool_choice="required", n=3)
+        messages = [{"role": "system", "content": "Hello!"}]
+        assert post("/chat/completions", messages=messages, max_tokens=1)["choices"]
+        made = post(
+            "/chat/completions", messages=messages, tools=[TOOL], tool_choice="required", n=3
+        )
         ids = [one["message"]["tool_calls"][0]["id"] for one in made["choices"]]
         assert len(set(ids)) == 3
         chat = [{"role": "user", "content": "Hello!"}]

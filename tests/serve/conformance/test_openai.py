@@ -97,12 +97,15 @@ OTHER: Any = {"type": "function", "function": {"name": "now"}}
 def test_an_answer_that_must_call_a_tool_is_held_to_a_call(client, talk, choice):
     """Both are offered; what the answer is held to has those that it may call."""
     talk.script = Script(['{"name": "add", "argu', 'ments": {"a": 1}}'])
-    said = client.chat.completions.create(
+    completion = client.chat.completions.create(
         model="pocket", messages=HELLO, tools=[TOOL, OTHER], tool_choice=choice
     )
-    ((call,), content) = said.choices[0].message.tool_calls, said.choices[0].message.content
+    ((call,), content) = (
+        completion.choices[0].message.tool_calls,
+        completion.choices[0].message.content,
+    )
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
-    assert (content, said.choices[0].finish_reason) == (None, "tool_calls")
+    assert (content, completion.choices[0].finish_reason) == (None, "tool_calls")
     assert talk.request.tools == (TOOL, OTHER)
     names = [
         one["properties"]["name"]["const"] for one in talk.request.options["json_schema"]["anyOf"]
@@ -114,18 +117,18 @@ def test_an_answer_that_must_call_a_tool_is_held_to_a_call(client, talk, choice)
 @pytest.mark.parametrize(("parallel", "most"), [(True, 2), (None, 2), (False, 1)])
 def test_an_answer_has_one_call_where_several_are_not_wanted(url, talk, parallel, most, stream):
     talk.script = Script([f"{CALL}\n{CALL}"])
-    said = post(url, tools=[TOOL], parallel_tool_calls=parallel, stream=stream)
-    assert said.status_code == 200, said.text
-    assert said.text.count('"arguments"') == most
-    assert '"finish_reason":"tool_calls"' in said.text
+    response = post(url, tools=[TOOL], parallel_tool_calls=parallel, stream=stream)
+    assert response.status_code == 200, response.text
+    assert response.text.count('"arguments"') == most
+    assert '"finish_reason":"tool_calls"' in response.text
 
 
 def test_no_choice_of_tools_offers_none(client, talk):
     talk.script = Script([CALL])
-    said = client.chat.completions.create(
+    completion = client.chat.completions.create(
         model="pocket", messages=HELLO, tools=[TOOL], tool_choice="none"
     )
-    assert said.choices[0].message.content == CALL
+    assert completion.choices[0].message.content == CALL
     assert talk.request.tools == ()
 
 
@@ -153,8 +156,8 @@ def test_with_tools_and_a_schema_an_answer_is_held_to_either(url, talk, written,
 
 def test_answers_to_one_request_have_calls_of_different_ids(url, talk):
     talk.script = Script([CALL])
-    said = post(url, tools=[TOOL], n=3).json()["choices"]
-    assert len({one["message"]["tool_calls"][0]["id"] for one in said}) == 3
+    choices = post(url, tools=[TOOL], n=3).json()["choices"]
+    assert len({one["message"]["tool_calls"][0]["id"] for one in choices}) == 3
     assert [answer.ask.number for answer in talk.answers[-3:]] == [0, 1, 2]
 
 
@@ -162,8 +165,8 @@ def test_thoughts_of_all_answers_are_counted(url, talk):
     talk.script = Script(["<think>", "Hm", "so", "</think>", "Yes"])
     for stream in (False, True):
         options = {"stream_options": {"include_usage": True}} if stream else {}
-        said = post(url, n=2, stream=stream, **options).text
-        assert '"completion_tokens_details":{"reasoning_tokens":4}' in said
+        text = post(url, n=2, stream=stream, **options).text
+        assert '"completion_tokens_details":{"reasoning_tokens":4}' in text
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -180,8 +183,8 @@ def test_the_places_of_tokens_are_those_of_the_text(url, talk, stream):
             Piece("!x", noted(b"!", b"x")),
         ]
     )
-    said = post(url, "/v1/completions", prompt="Ho", echo=True, logprobs=0, stream=stream)
-    parts = [x.removeprefix("data: ") for x in said.text.split("\n\n") if "text_offset" in x]
+    response = post(url, "/v1/completions", prompt="Ho", echo=True, logprobs=0, stream=stream)
+    parts = [x.removeprefix("data: ") for x in response.text.split("\n\n") if "text_offset" in x]
     columns = [json.loads(part)["choices"][0]["logprobs"] for part in parts]
     joined = {key: [x for one in columns for x in one[key]] for key in ("text_offset", "tokens")}
     assert joined["text_offset"] == [0, 0, 2, 3, 3, 3, 3, 4, 5]

@@ -22,12 +22,12 @@ def test_a_stream_is_put_together_by_the_client(client, talk):
     talk.script = Script(["<think>Hm</think>", "Hel", "lo\n", CALL])
     with client.responses.stream(model="pocket", input="Hi", tools=[TOOL]) as stream:
         kinds = [event.type for event in stream]
-        said = stream.get_final_response()
+        response = stream.get_final_response()
     assert kinds[:2] == ["response.created", "response.in_progress"]
     assert kinds[-1] == "response.completed"
     assert kinds.count("response.output_text.delta") == 2
-    assert [item.type for item in said.output] == ["reasoning", "message", "function_call"]
-    assert (said.output_text, said.output[2].arguments) == ("Hello", '{"a": 1}')
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
+    assert (response.output_text, response.output[2].arguments) == ("Hello", '{"a": 1}')
 
 
 def test_a_response_goes_on_and_one_that_is_not_known_is_refused(client, talk):
@@ -78,8 +78,8 @@ def test_a_kept_response_is_served_and_its_items_can_be_referred_to(client, talk
     refs: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
     output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
     whole = [item.model_dump(exclude_none=True) for item in first.output]
-    for said in ([question, *refs, output], [question, *whole, output]):
-        client.responses.create(model="pocket", input=said, tools=[TOOL])
+    for items in ([question, *refs, output], [question, *whole, output]):
+        client.responses.create(model="pocket", input=items, tools=[TOOL])
         assert [one["role"] for one in talk.request.messages] == ["user", "assistant", "tool"]
         assert talk.request.messages[1]["content"] == "Well."
         assert talk.request.messages[1]["tool_calls"][0]["id"] == call.call_id
