@@ -12,10 +12,10 @@ from kvcap.runtime.session.session import Session
 NEVER = 1_000_000  # a token that is not drawn
 
 
-def together(batch: Batch, sessions: Sequence[Session], said: Sequence[str]) -> list[str]:
+def together(batch: Batch, sessions: Sequence[Session], messages: Sequence[str]) -> list[str]:
     """Return what each session answers to its text, all of them at once."""
     answers = {id(session): "" for session in sessions}
-    for session, text in zip(sessions, said, strict=False):
+    for session, text in zip(sessions, messages, strict=False):
         batch.add(session, session.send(text))
     for session, text in batch:
         answers[id(session)] += text
@@ -26,7 +26,7 @@ def as_alone(
     batch: Batch,
     alone: Sequence[Session],
     sessions: Sequence[Session],
-    said: Sequence[str] = ("Go on.",) * 3,
+    messages: Sequence[str] = ("Go on.",) * 3,
     share: float = 0,
     then: str = "And once more?",
 ) -> None:
@@ -34,8 +34,8 @@ def as_alone(
 
     At most a `share` of the tokens that are kept differs. They go on alone with `then`.
     """
-    expected = ["".join(s.send(text)) for s, text in zip(alone, said, strict=False)]
-    assert together(batch, sessions, said) == expected
+    expected = ["".join(s.send(text)) for s, text in zip(alone, messages, strict=False)]
+    assert together(batch, sessions, messages) == expected
     assert differing(sessions, alone) <= share
     for one, other in zip(sessions, alone, strict=True):
         assert one.messages == other.messages

@@ -50,8 +50,16 @@ class Handler(BaseHTTPRequestHandler):
                 self.send(404, b"{}", {"X-Error-Code": "RepoNotFound"}, body)
                 return
             listed = [{"rfilename": x, "size": len(data)} for x, data in files.items()]
-            said = {"id": name, "modelId": name, "sha": COMMIT, "siblings": listed, "gated": False}
-            self.send(200, json.dumps(said).encode(), {"Content-Type": "application/json"}, body)
+            model_info = {
+                "id": name,
+                "modelId": name,
+                "sha": COMMIT,
+                "siblings": listed,
+                "gated": False,
+            }
+            self.send(
+                200, json.dumps(model_info).encode(), {"Content-Type": "application/json"}, body
+            )
             return
         repository, _, file = path.strip("/").partition("/resolve/")
         data = self.server.files.get(repository, {}).get(file.partition("/")[2])

@@ -53,8 +53,8 @@ def check_thoughts_leave(
     session.generation.eos_token_id = None
     regions, backend = session.cache.regions, runtime.tokenizer.backend_tokenizer
     # As a tool's result follows, the template may still write what was thought before.
-    for said, count in (("Hi", 0), ([{"role": "tool", "content": "5"}], 0), ("And?", 2)):
-        list(session.send(said))
+    for messages, count in (("Hi", 0), ([{"role": "tool", "content": "5"}], 0), ("And?", 2)):
+        list(session.send(messages))
         assert len(regions.dropped) == count
         assert not any(within(span, regions.dropped) for span in regions.thoughts[-1:])
     evicted = session.stats.evicted_tokens
@@ -105,10 +105,10 @@ def check_regions(runtime: Any, sessions: int = 1) -> None:
         one.generation.eos_token_id = None
     session, batch = every[0], runtime.batch(sessions)
     words, early_alone = "the sea and the land", False
-    for said in ("Hello!", [{"role": "tool", "content": "blue and red"}], *[words] * 9):
+    for messages in ("Hello!", [{"role": "tool", "content": "blue and red"}], *[words] * 9):
         before = tokens(session, *EARLY)
         for one in every:
-            batch.add(one, one.send(said))
+            batch.add(one, one.send(messages))
         list(batch)
         system = tokens(session, "system prompt and tools")
         ours = tokens(session, *EARLY) | tokens(session, "new tool results", "open thoughts")

@@ -29,7 +29,7 @@ def save(folder: Path, *, template: bool = True) -> str:
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
-    said = {"do_sample": False, "eos_token_id": [], "bos_token_id": tokenizer.bos_token_id}
-    (folder / "generation_config.json").write_text(json.dumps(said))
+    generation = {"do_sample": False, "eos_token_id": [], "bos_token_id": tokenizer.bos_token_id}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
     tokenizer.save_pretrained(folder)
     return str(folder)

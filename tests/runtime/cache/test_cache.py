@@ -190,13 +190,13 @@ def test_a_second_generate_under_evict_every(tokens):
     model = tiny_model("llama")
     cache = kvcap.BudgetCache(model.config, 16, 8, evict_every=4)
     options = as_cache(cache) | {"do_sample": False, "pad_token_id": 2}
-    said, lengths = tokens(8), [8, 6, 8]  # the last token said before is read with what is new
+    ids, lengths = tokens(8), [8, 6, 8]  # the last token said before is read with what is new
     for new in lengths:
-        more = torch.cat((said, tokens(new - 1, seed=new)), dim=1)
-        said = model.generate(
+        more = torch.cat((ids, tokens(new - 1, seed=new)), dim=1)
+        ids = model.generate(
             more, attention_mask=torch.ones_like(more), max_new_tokens=6, **options
         )
-    assert cache.seen == said.shape[1] - 1
+    assert cache.seen == ids.shape[1] - 1
 
 
 # Pins ---------------------------------------------------------------------------------------------

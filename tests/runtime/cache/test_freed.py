@@ -244,7 +244,7 @@ def test_a_batch_whose_pass_failed_is_freed(folder, alive):
 def test_sessions_go_on_after_their_batch_was_dropped(folder, alive):
     """Each has its slots back, wherever they were."""
     runtime = runtime_of(folder)
-    said = []
+    answers = []
     for batched in (True, False):
         sessions = [begun(runtime), begun(runtime, FACT * 2)]
         for session in sessions:
@@ -258,8 +258,8 @@ def test_sessions_go_on_after_their_batch_was_dropped(folder, alive):
             del batch
             for session in sessions:
                 session.loop.in_batch = False
-        said.append(["".join(session.complete(" And")) for session in sessions])
-    assert all(said[0])
+        answers.append(["".join(session.complete(" And")) for session in sessions])
+    assert all(answers[0])
     del sessions, session
     alive.none()
 

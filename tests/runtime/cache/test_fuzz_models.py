@@ -54,8 +54,8 @@ def rewritten(path: Path, text: str, data: st.DataObject) -> None:
 def test_what_a_manifest_says(data, folders, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(folders / "decoder", folder, dirs_exist_ok=True)
-    said = data.draw(odd(json.loads((folder / "kvcap.json").read_text())))
-    rewritten(folder / "kvcap.json", json.dumps(said), data)
+    manifest = data.draw(odd(json.loads((folder / "kvcap.json").read_text())))
+    rewritten(folder / "kvcap.json", json.dumps(manifest), data)
     with contextlib.suppress(KvcapError):
         answers(OrtRuntime.from_directory(folder))
 
@@ -81,7 +81,7 @@ def test_what_a_model_says(data, folders, tmp_path):
 
 
 def test_manifests_of_both_kinds_are_what_their_schema_says(folders):
-    said = json.loads((folders / "decoder" / "kvcap.json").read_text())
-    check(said)
+    manifest = json.loads((folders / "decoder" / "kvcap.json").read_text())
+    check(manifest)
     with pytest.raises(ManifestError, match="kind"):
-        check({**said, "kind": ["fused"]})
+        check({**manifest, "kind": ["fused"]})

@@ -53,7 +53,7 @@ def test_a_runtime_and_a_cap_pass_them_on_whole():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"budget_tokens": 0}, "budget_tokens=0: use a whole number of tokens from 1"),
         ({"block_size": True}, "block_size=True"),
@@ -64,7 +64,7 @@ def test_a_runtime_and_a_cap_pass_them_on_whole():
         ({"positions": "false"}, "use 'compact', 'true' or 'auto'"),
     ],
 )
-def test_what_cannot_be_is_refused_wherever_it_is_given(given, said):
+def test_what_cannot_be_is_refused_wherever_it_is_given(given, message):
     config = tiny_config("llama")
     for make in (
         CacheSettings,
@@ -73,20 +73,20 @@ def test_what_cannot_be_is_refused_wherever_it_is_given(given, said):
         lambda **x: kvcap.Runtime.from_pretrained("pocket", **x),
         lambda **x: kvcap.cap(tiny_model("llama"), **x),
     ):
-        with pytest.raises(PlanInfeasible, match=said):
+        with pytest.raises(PlanInfeasible, match=message):
             make(**given)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"enforce": "rlimt"}, "enforce='rlimt': use 'check' or 'rlimit'"),
         ({"dtype": 3}, "dtype '3' is not known"),
         ({"dtype": torch.int8}, "dtype 'torch.int8' is not known"),
     ],
 )
-def test_what_a_runtime_cannot_take_is_refused(given, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_a_runtime_cannot_take_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
         kvcap.Runtime.from_pretrained("pocket", memory_cap="4GiB", device="cpu", **given)
 
 

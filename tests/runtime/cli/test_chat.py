@@ -349,9 +349,9 @@ def test_an_error_begins_a_line_of_its_own(runtime, chat_of, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.setattr(sys, "stderr", sys.stdout)
     chat.handle("Hello!")
-    said = chat.session.messages[-1]["content"]
-    assert said
-    assert sys.stdout.getvalue().startswith(f"{said}\nkvcap: ")
+    answer = chat.session.messages[-1]["content"]
+    assert answer
+    assert sys.stdout.getvalue().startswith(f"{answer}\nkvcap: ")
     assert chat.code == 4
 
 

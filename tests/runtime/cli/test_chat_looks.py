@@ -107,11 +107,11 @@ def test_markdown_is_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", ["<think>thought</think>", "[1]: https://source.example", "here (https://link.example)",
+    "words", ["<think>thought</think>", "[1]: https://source.example", "here (https://link.example)",
              "cat\n(cat.png)"]
 )  # fmt: skip
-def test_nothing_that_is_said_is_hidden(said: str) -> None:
-    assert said in drawn([TEXT])
+def test_nothing_that_is_said_is_hidden(words: str) -> None:
+    assert words in drawn([TEXT])
 
 
 @settings(derandomize=True, deadline=None, max_examples=25)

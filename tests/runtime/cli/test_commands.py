@@ -50,16 +50,16 @@ def one_line(err: str) -> bool:
 
 
 def test_quantised_slots_are_planned_taken_and_refused_by_name(kvcap, model):
-    said = {}
+    plans = {}
     for kind in ("int8", "int8-int4", "int4"):
         given = ("--kv-budget", "40KiB", "--block-size", "16", "--kv-dtype", kind)
         code, out, _ = kvcap("plan", model, *given, "--json")
-        said[kind] = json.loads(out)
-        assert (code, said[kind]["kv_dtype"]) == (0, kind)
+        plans[kind] = json.loads(out)
+        assert (code, plans[kind]["kv_dtype"]) == (0, kind)
         code, out, err = kvcap("generate", model, "Hello!", *given, "--max-new-tokens", "3")
         assert code == 0, err
-    assert said["int8"]["budget_tokens"] < said["int8-int4"]["budget_tokens"]
-    assert said["int8-int4"]["budget_tokens"] < said["int4"]["budget_tokens"]
+    assert plans["int8"]["budget_tokens"] < plans["int8-int4"]["budget_tokens"]
+    assert plans["int8-int4"]["budget_tokens"] < plans["int4"]["budget_tokens"]
     assert "int5" in kvcap.refused("plan", model, "--kv-dtype", "int5")
     assert "kvcap export decoder" in kvcap.refused(
         "plan", model, "--kv-dtype", "int8", "--backend", "onnxruntime"
@@ -79,7 +79,7 @@ def test_help_is_light_and_complete() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "spins"),
+    ("variables", "spins"),
     [
         ({}, "1000"),
         ({"GOMP_SPINCOUNT": "9"}, "9"),
@@ -87,9 +87,9 @@ def test_help_is_light_and_complete() -> None:
         ({"KMP_BLOCKTIME": "9"}, None),
     ],
 )
-def test_threads_sleep_while_they_wait_unless_the_user_says_how(said, spins, monkeypatch):
+def test_threads_sleep_while_they_wait_unless_the_user_says_how(variables, spins, monkeypatch):
     others = {name: value for name, value in os.environ.items() if name not in cli.WAITING}
-    monkeypatch.setattr(os, "environ", {**others, **said})
+    monkeypatch.setattr(os, "environ", {**others, **variables})
     seen = []
     monkeypatch.setattr(cli, "run", lambda: seen.append(os.environ.get("GOMP_SPINCOUNT")))
     monkeypatch.setattr(warnings, "filters", [*warnings.filters])
@@ -306,10 +306,10 @@ def test_two_budgets_of_which_the_environment_sets_one(
     kvcap: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVCAP_KV_BUDGET", "64KiB")
-    said = "kvcap: give --kv-budget or --budget-tokens, not both"
+    message = "kvcap: give --kv-budget or --budget-tokens, not both"
     source = "the environment says KVCAP_KV_BUDGET='64KiB'"
     code, _, err = kvcap("generate", "Hello!", "--budget-tokens", "64")
-    assert (code, err) == (2, f"{said} ({source})\n")
+    assert (code, err) == (2, f"{message} ({source})\n")
 
 
 def test_a_message_does_not_get_a_second_parenthesis(
@@ -433,14 +433,14 @@ def test_plan(model: str, kvcap: Any) -> None:
 def test_plan_says_what_waits_for_the_next_eviction(model: str, kvcap: Any) -> None:
     """Slots above the budget that an answer uses, at most, in no more bytes."""
 
-    def said(*options: str) -> str:
+    def planned(*options: str) -> str:
         code, out, _ = kvcap("plan", model, "--budget-tokens", "32", *options)
         assert code == 0
         return out
 
-    assert "32 of 32 slots + 63 waiting for the next eviction" in said()
-    assert "+ 15 waiting for the next eviction" in said("--block-size", "16")
-    assert "waiting" not in said("--policy", "full")
+    assert "32 of 32 slots + 63 waiting for the next eviction" in planned()
+    assert "+ 15 waiting for the next eviction" in planned("--block-size", "16")
+    assert "waiting" not in planned("--policy", "full")
 
 
 def test_plan_says_what_an_uncapped_cache_takes_and_the_least_that_works(
@@ -658,8 +658,8 @@ def test_full_without_a_budget_goes_on_to_the_end_of_the_models_context(kvcap: A
     """Not to the 256 slots that other policies have."""
     plan = kvcap("plan", "pocket", "--policy", "full")[1]
     assert "16,384 slots of a context of 16,384 tokens" in plan
-    said = ("The door is blue. " * 60, "--max-new-tokens", "3", "--json", "-q")
-    code, out, err = kvcap("generate", "pocket", *said, "--policy", "full")
+    arguments = ("The door is blue. " * 60, "--max-new-tokens", "3", "--json", "-q")
+    code, out, err = kvcap("generate", "pocket", *arguments, "--policy", "full")
     assert code == 0, err
     assert json.loads(out)["kv"]["held_tokens"] > 300
 

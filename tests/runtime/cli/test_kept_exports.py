@@ -93,8 +93,8 @@ def test_exports_of_a_model_share_their_weights_and_are_told_apart(made, monkeyp
     assert (first / "weights").samefile(second / "weights")
     assert not (first / "weights").samefile(other / "weights")
     *rows, total = listed()
-    said = sorted(row.partition("pocket: ")[2] for row in rows)
-    assert said == [
+    labels = sorted(row.partition("pocket: ")[2] for row in rows)
+    assert labels == [
         "int4, knorm, 256 slots, blocks of 128, sink_tokens 2, made just now",
         "int8, lagkv, 128 slots, blocks of 128, made just now",
         "int8, lagkv, 64 slots, blocks of 128, made just now",
@@ -167,16 +167,16 @@ def test_the_command_is_told_everything(model, made):
     """An export pins the usual sinks unless the budget names a number, which may be 0."""
     for budget in (Budget(policy="knorm", sink_tokens=0, block_size=32), Budget()):
         kept_export(str(model), "int8", budget)
-    said, usual = (" ".join(command[command.index("export") :]) for command in made)
-    assert said.startswith(f"export decoder {model} --dtype int8 --policy knorm")
-    assert "--budget-tokens 256 --block-size 32 --sink-tokens 0" in said
+    given, usual = (" ".join(command[command.index("export") :]) for command in made)
+    assert given.startswith(f"export decoder {model} --dtype int8 --policy knorm")
+    assert "--budget-tokens 256 --block-size 32 --sink-tokens 0" in given
     assert "--sink-tokens" not in usual
 
 
 def test_a_text_is_known_by_what_it_says(model, made, tmp_path):
     texts = [tmp_path / f"{i}.txt" for i in range(3)]
-    for file, said in zip(texts, ("one", "one", "other"), strict=True):
-        file.write_text(said)
+    for file, text in zip(texts, ("one", "one", "other"), strict=True):
+        file.write_text(text)
     plain = kept_export(str(model), "int4", Budget())
     exports = [kept_export(str(model), "int4", Budget(), calibrate=file) for file in texts]
     assert exports[0] == exports[1]
@@ -208,8 +208,8 @@ def test_an_export_is_whole_by_its_files_sizes(tmp_path):
     """Loading a kept export checks its files once; finding it compares their sizes alone."""
     graph = tmp_path / "decoder.onnx"
     graph.write_text("graph")
-    said = {"schema": SCHEMA, "files": [{"file": graph.name, "bytes": 5, "sha256": ""}]}
-    (tmp_path / MANIFEST).write_text(json.dumps(said))
+    manifest = {"schema": SCHEMA, "files": [{"file": graph.name, "bytes": 5, "sha256": ""}]}
+    (tmp_path / MANIFEST).write_text(json.dumps(manifest))
     assert kept_exports._is_whole(tmp_path)
     graph.write_text("cut")
     assert not kept_exports._is_whole(tmp_path)
@@ -218,15 +218,15 @@ def test_an_export_is_whole_by_its_files_sizes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "manifest",
     [
         "{}", "[]", "cut", "null", '{"schema": "SCHEMA", "files": []}',
         '{"schema": "kvcap.decoder/0", "files": [{"file": "kvcap.json", "bytes": 73}]}',
     ],
 )  # fmt: skip
-def test_an_export_without_a_manifest_of_this_kvcap_is_made_again(said, tmp_path):
+def test_an_export_without_a_manifest_of_this_kvcap_is_made_again(manifest, tmp_path):
     assert not kept_exports._is_whole(tmp_path)
-    (tmp_path / MANIFEST).write_text(said.replace("SCHEMA", SCHEMA))
+    (tmp_path / MANIFEST).write_text(manifest.replace("SCHEMA", SCHEMA))
     assert not kept_exports._is_whole(tmp_path)
 
 

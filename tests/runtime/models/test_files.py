@@ -545,8 +545,8 @@ def test_a_model_is_loaded_without_the_adapter_beside_it(installed, weights, fol
     for name in files.PEFT:
         home = importlib.import_module(f"transformers.{name}")
         monkeypatch.setattr(home, "is_peft_available", lambda: installed, raising=False)
-    said = {"peft_type": "LORA", "base_model_name_or_path": "nobody/nothing"}
-    (folder / "adapter_config.json").write_text(json.dumps(said))
+    config = {"peft_type": "LORA", "base_model_name_or_path": "nobody/nothing"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file({"a": torch.ones(1)}, folder / "adapter_model.safetensors")
     with pytest.warns(UserWarning, match="the adapter beside the model in .* is not applied"):
         loaded = Runtime.from_pretrained(folder, budget_tokens=16, device="cpu", weights=weights)
@@ -556,11 +556,11 @@ def test_a_model_is_loaded_without_the_adapter_beside_it(installed, weights, fol
 
 
 @pytest.mark.parametrize("config", [False, True])
-@pytest.mark.parametrize(("said", "of"), [
+@pytest.mark.parametrize(("adapter", "of"), [
     ('{"base_model_name_or_path": "some/base"}', "of 'some/base' "), ("{", ""), ("[]", ""),
 ])  # fmt: skip
-def test_an_adapter_alone_is_refused_by_name(said, of, config, folder):
-    (folder / "adapter_config.json").write_text(said)
+def test_an_adapter_alone_is_refused_by_name(adapter, of, config, folder):
+    (folder / "adapter_config.json").write_text(adapter)
     (folder / SINGLE).rename(folder / "adapter_model.safetensors")
     if not config:
         (folder / "config.json").unlink()

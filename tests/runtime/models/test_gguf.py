@@ -248,11 +248,11 @@ def test_text_is_split_as_a_file_names_it(tmp_path, name, true):
 
 
 @needs_gguf
-@pytest.mark.parametrize(("name", "said"), [("next", "as 'next'"), ("", "does not say how")])
-def test_an_unknown_way_to_split_text_is_refused(tmp_path, capsys, name, said):
+@pytest.mark.parametrize(("name", "message"), [("next", "as 'next'"), ("", "does not say how")])
+def test_an_unknown_way_to_split_text_is_refused(tmp_path, capsys, name, message):
     path = tmp_path / "x.gguf"
     write(path, splits=name)
-    with pytest.raises(UnsupportedModel, match=f"{said}.*known: llama3, "):
+    with pytest.raises(UnsupportedModel, match=f"{message}.*known: llama3, "):
         load_tokenizer(str(path))
     assert run(["chat", str(path), "--backend", "torch"]) == 2
     assert "tokenizer.ggml.pre" in capsys.readouterr().err
@@ -376,9 +376,9 @@ def test_fields_and_tensors_are_those_that_the_package_reads(tmp_path, version):
 def test_it_chats_and_says_what_it_becomes(file, tmp_path, capsys):
     plan = ["plan", file, "--backend", "torch", "--budget-tokens", "32", "--dtype", "float32"]
     assert run(plan) == 0
-    said = capsys.readouterr().out
-    assert "of Q8_0 in the file become" in said
-    assert "of float32 in memory" in said
+    output = capsys.readouterr().out
+    assert "of Q8_0 in the file become" in output
+    assert "of float32 in memory" in output
     assert run([*plan, "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["file_type"] == "Q8_0"
@@ -474,8 +474,8 @@ def test_an_answer_ends_at_the_control_token_that_its_template_writes(tmp_path, 
     ends = end_tokens(runtime.generation) - {own.bos_token_id}
     assert ends == {own.pad_token_id, own.eos_token_id}
     assert run(["plan", str(path), "--backend", "torch", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)["end_tokens"]
-    assert {end["text"] for end in said} - {own.bos_token} == {own.pad_token, own.eos_token}
+    printed = json.loads(capsys.readouterr().out)["end_tokens"]
+    assert {end["text"] for end in printed} - {own.bos_token} == {own.pad_token, own.eos_token}
 
 
 @needs_gguf

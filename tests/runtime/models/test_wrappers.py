@@ -291,9 +291,9 @@ def test_past_the_budget_a_wrapper_gives_what_its_text_model_gives(name, positio
     model, where = saved(name)
     alone, ids = loaded(where), tokens(90).clamp(max=89)
     loop = BlockLoop(alone, kvcap.BudgetCache(alone.config, 24, 8, positions=positions))
-    logits, said = loop.prefill(ids), []
+    logits, written = loop.prefill(ids), []
     for _ in range(10):
-        said.append(int(logits.argmax()))
+        written.append(int(logits.argmax()))
         logits = loop.read(logits.argmax(-1, keepdim=True))
     assert loop.cache.held == 24
     with kvcap.cap(model, 24, 8, positions=positions) as capped:
@@ -306,7 +306,7 @@ def test_past_the_budget_a_wrapper_gives_what_its_text_model_gives(name, positio
             attention_mask=torch.ones_like(ids),
         )
         assert capped.cache.held == 24
-    assert out[0, 90:].tolist() == said
+    assert out[0, 90:].tolist() == written
 
 
 def test_the_vision_towers_projections_are_not_asked_for(tokens):

@@ -210,12 +210,12 @@ def test_what_there_is_no_memory_for_is_said(monkeypatch):
         warn_if_short(plan, FreeMemory(needed, "here"))
         warn_if_short(plan, FreeMemory(needed, "here"), needed + 1000)
     short = FreeMemory(needed - 1, "the limit of cgroup box")
-    said = (
+    message = (
         f"the plan needs {needed:,} bytes more than this process has, and {needed - 1:,} are free "
         "(the limit of cgroup box); the largest --memory-cap that there is memory for is about "
         f"{(needed + 999) >> 20}MiB"
     )
-    with pytest.warns(UserWarning, match=re.escape(said)):
+    with pytest.warns(UserWarning, match=re.escape(message)):
         warn_if_short(plan, short)
     with pytest.warns(UserWarning, match=r"the cap allows 9,000,000,000 bytes more"):
         warn_if_short(plan, FreeMemory(needed, "here"), 9_000_001_000)

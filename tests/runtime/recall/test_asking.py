@@ -127,12 +127,12 @@ def recalled(tokenizer):
     def encode(text):
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    said = [
+    messages = [
         {"role": role, "content": text}
         for message in SAID
         for role, text in (("user", message), ("assistant", "I see."))
     ]
-    ids = encode(tokenizer.apply_chat_template(said, tokenize=False) + "<|user|>")
+    ids = encode(tokenizer.apply_chat_template(messages, tokenize=False) + "<|user|>")
     recall = Recall(tokenizer, encode, 512)
 
     def brought(message):

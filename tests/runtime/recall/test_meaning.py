@@ -81,10 +81,10 @@ def test_what_the_user_told_in_short_is_read_again(meaning):
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    said = [("user", text) for text in FACTS]
-    said += [("user", "My hobby? " * 9), ("assistant", "I see. My sibling has a hobby, too.")]
-    said += [("user", " ".join(f"The sibling {i} walks." for i in range(60)))]
-    messages = [{"role": role, "content": text} for role, text in said]
+    turns = [("user", text) for text in FACTS]
+    turns += [("user", "My hobby? " * 9), ("assistant", "I see. My sibling has a hobby, too.")]
+    turns += [("user", " ".join(f"The sibling {i} walks." for i in range(60)))]
+    messages = [{"role": role, "content": text} for role, text in turns]
     ids = encode(tokenizer.apply_chat_template(messages, tokenize=False))
     by_words = Recall(tokenizer, encode, 256)
     by_meaning = Recall(tokenizer, encode, 256, meaning=lambda: meaning)

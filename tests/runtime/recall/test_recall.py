@@ -138,12 +138,12 @@ VALUES = ("7214906", "3.14.159", "/srv/a.b/c_1", "5a1f0c9e-77d2-4b6e-9a53-0c1d2e
 
 def chat(tokenizer, *messages):
     """Return the tokens of messages of the user, each one answered, up to the next message."""
-    said = [
+    turns = [
         {"role": r, "content": c}
         for m in messages
         for r, c in (("user", m), ("assistant", "I see."))
     ]
-    text = tokenizer.apply_chat_template(said, tokenize=False) + "<|user|>"
+    text = tokenizer.apply_chat_template(turns, tokenize=False) + "<|user|>"
     return encode(tokenizer, text)
 
 

@@ -65,13 +65,13 @@ def test_pieces_are_the_tokenizers_own_text(kind, special, data):
     names = sorted(set(tokenizer.get_vocab()) - {"<0x20>"})  # a space has a token of its own
     often = [name for name in (*SPECIAL, *ODD, "▁", "▁a", "Ã", "©", "Ġ") if name in names]
     drawn = data.draw(st.lists(st.sampled_from(names) | st.sampled_from(often), max_size=24))
-    said = "".join(streamed(tokenizer, drawn, special=special))
-    assert said == expected(tokenizer, drawn, special=special)
+    text = "".join(streamed(tokenizer, drawn, special=special))
+    assert text == expected(tokenizer, drawn, special=special)
     read = [*data.draw(st.lists(st.sampled_from(names), max_size=9)), "a"]
     read += data.draw(st.lists(st.sampled_from(SPECIAL), max_size=6))
-    said = "".join(streamed(tokenizer, drawn, read, special=special))
+    text = "".join(streamed(tokenizer, drawn, read, special=special))
     whole = expected(tokenizer, [*read, *drawn], special=special)
-    assert expected(tokenizer, read, special=special) + said == whole
+    assert expected(tokenizer, read, special=special) + text == whole
 
 
 @given(
@@ -143,16 +143,16 @@ def test_prompt_and_answer_are_the_text_of_all_tokens(kind):
     written = ""
     for prompt, regex in turns:
         session.set_generation(regex=regex)
-        said = "".join(session.complete(prompt))
-        assert re.fullmatch(regex, said)
-        assert "".join(one.text for one in session.logprobs) == said
-        assert b"".join(one.bytes for one in session.logprobs) == said.encode()
-        written += prompt + said
+        answer = "".join(session.complete(prompt))
+        assert re.fullmatch(regex, answer)
+        assert "".join(one.text for one in session.logprobs) == answer
+        assert b"".join(one.bytes for one in session.logprobs) == answer.encode()
+        written += prompt + answer
         assert KNOWN[kind].decode([*session.read_ids, *session._unread]) == written
     begun = session_of(ToyEngine(64, tokenizer=Wrapped(KNOWN[kind])))
     begun.set_generation(max_new_tokens=9, logprobs=0, temperature=9.0, seed=3)
-    said = "".join(begun.complete("<s>"))  # which is no text, so that the answer begins it
-    assert "".join(one.text for one in begun.logprobs if one.text not in SPECIAL) == said
+    answer = "".join(begun.complete("<s>"))  # which is no text, so that the answer begins it
+    assert "".join(one.text for one in begun.logprobs if one.text not in SPECIAL) == answer
 
 
 def test_the_text_before_a_call_is_kept():

@@ -76,9 +76,9 @@ def test_each_of_several_named_templates_closes_an_answer():
     ([], 7, []),
 ])  # fmt: skip
 def test_what_files_say_is_united(generation, config, expected):
-    said = SimpleNamespace(eos_token_id=generation), SimpleNamespace(eos_token_id=config)
-    assert end_ids(tokenizer_of(CHATML), *said) == expected
-    assert [end.id for end in ends_of(tokenizer_of(CHATML), *said)] == expected
+    configs = SimpleNamespace(eos_token_id=generation), SimpleNamespace(eos_token_id=config)
+    assert end_ids(tokenizer_of(CHATML), *configs) == expected
+    assert [end.id for end in ends_of(tokenizer_of(CHATML), *configs)] == expected
 
 
 def test_without_a_tokenizer_settings_are_all_that_is_known():
@@ -115,7 +115,7 @@ def test_the_plan_says_where_answers_end(tmp_path, capsys):
     assert "answers end at <|return|> (7), </s> (2), <|end|> (3)\n" in capsys.readouterr().out
     for file in ("tokenizer.json", "generation_config.json"):
         (tmp_path / file).unlink()
-    said = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(said | {"eos_token_id": 5}))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": 5}))
     assert run(["plan", where]) == 0
     assert "answers end at token 5\n" in capsys.readouterr().out

@@ -64,9 +64,9 @@ def state(session: Session) -> tuple[Any, ...]:
     else:
         figures, decoder = list(cache.decoder.held), cache.decoder
         held, drawn = list(decoder.state(cache.seen, figures).values()), rng.bit_generator.state
-    spans, said = list(cache.pinned_spans), repr(session.conversation)
+    spans, conversation = list(cache.pinned_spans), repr(session.conversation)
     arrays = [array.tobytes() for array in held]
-    return cache.seen, spans, said, repr(session.generation), drawn, figures, arrays
+    return cache.seen, spans, conversation, repr(session.generation), drawn, figures, arrays
 
 
 def tensor_of(x: torch.Tensor, value: float) -> torch.Tensor:

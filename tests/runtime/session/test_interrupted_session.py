@@ -66,8 +66,8 @@ def test_a_message_stopped_while_all_is_read_anew_for_it_is_taken_back(runtime):
 def test_saved_tokens_that_were_not_read(session, unread, since, left):
     """Of files from before, in which a cleared conversation's token could still be."""
     seen = session.cache.seen
-    said = {**session.conversation, "unread": unread, "unread_since": seen + since}
-    session.take_over(said, session.rng)
+    conversation = {**session.conversation, "unread": unread, "unread_since": seen + since}
+    session.take_over(conversation, session.rng)
     assert session._unread == left
     assert session.conversation["unread"] == left
     assert session.turn is None
@@ -165,10 +165,10 @@ def test_what_was_said_since_the_call_is_taken_into_account(runtime):
 def test_an_answer_that_nobody_reads_on_ends_where_another_begins(runtime):
     session = session_of(runtime)
     first = session.send("One.")
-    said = next(first)
+    answer = next(first)
     list(session.send("Two."))
     assert list(first) == []
-    assert [m["content"] for m in session.messages[:3]] == ["One.", said, "Two."]
+    assert [m["content"] for m in session.messages[:3]] == ["One.", answer, "Two."]
     sound(session, runtime)
     third = session.send("Three.")
     next(third)

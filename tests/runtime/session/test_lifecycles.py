@@ -101,7 +101,7 @@ class Life(RuleBasedStateMachine):
         self.end()
         self.one, self.other = begun(self.runtime, system), begun(self.runtime, system)
         self.one.pin_system = self.other.pin_system = pin
-        self.said, self.pinned = list[dict[str, Any]](), set[int]()
+        self.expected, self.pinned = list[dict[str, Any]](), set[int]()
 
     def end(self) -> None:
         self.one = self.other = None  # type: ignore[assignment]
@@ -172,16 +172,16 @@ class Life(RuleBasedStateMachine):
             forgotten = turn.read_tokens > 0 or error == "Lost"
             assert "the message was not read and is taken back" in notice
         else:
-            questions = self.unanswered() if anew else [*self.said, *(new or [])]
+            questions = self.unanswered() if anew else [*self.expected, *(new or [])]
             if pin:
-                self.pinned |= set(range(len(self.said), len(questions)))
+                self.pinned |= set(range(len(self.expected), len(questions)))
             forgotten = turn.finish_reason == "error" or (
-                not whole and (anew or (not seen and bool(self.said)))
+                not whole and (anew or (not seen and bool(self.expected)))
             )
             answer = self.other.messages[-1]["content"]
             assert answer.startswith(text)
             assert answer == text or error
-            self.said = [*questions, {"role": "assistant", "content": answer}]
+            self.expected = [*questions, {"role": "assistant", "content": answer}]
         if forgotten:
             assert self.other.cache.seen == 0
             return
@@ -208,33 +208,35 @@ class Life(RuleBasedStateMachine):
         pins = [i for span in session.cache.pinned_spans for i in range(*span)]
         backend = session.runtime.tokenizer.backend_tokenizer
         text = backend.decode([session.read_ids[i] for i in pins])
-        assert self.said[-2]["content"].strip() in text
+        assert self.expected[-2]["content"].strip() in text
         assert ("Be kind." in text) == (session.pin_system and session.system is not None)
 
     def unanswered(self) -> list[dict[str, Any]]:
         """Return the messages without the last answer."""
-        return self.said[: max(i + 1 for i, m in enumerate(self.said) if m["role"] == "user")]
+        return self.expected[
+            : max(i + 1 for i, m in enumerate(self.expected) if m["role"] == "user")
+        ]
 
     def is_read_from_its_beginning(self, tokens: int) -> None:
         """Assert that the cache has read the conversation as it is written, and nothing before."""
         session = self.other
         recalled = {i for span in session.recall.spans for i in range(*span)}
         ids = [x for i, x in enumerate(session.read_ids[:tokens]) if i not in recalled]
-        messages = [*system_message(session.system), *self.said[:-1]]
+        messages = [*system_message(session.system), *self.expected[:-1]]
         assert ids == session.encode(render(session.runtime.tokenizer, messages))
 
     # What is taken back or forgotten --------------------------------------------------------------
 
     @rule()
     def undo(self) -> None:
-        if not self.said:
+        if not self.expected:
             for session in (self.one, self.other):
                 with pytest.raises(EmptyPrompt, match="nothing to take back"):
                     session.undo()
             return
-        *self.said, last = self.unanswered()
+        *self.expected, last = self.unanswered()
         assert self.both(lambda session: session.undo()) == last["content"]
-        self.pinned = {index for index in self.pinned if index < len(self.said)}
+        self.pinned = {index for index in self.pinned if index < len(self.expected)}
         assert self.other.cache.seen == 0
 
     @rule(
@@ -251,7 +253,7 @@ class Life(RuleBasedStateMachine):
 
     def clear(self) -> None:
         self.both(lambda session: session.clear())
-        self.said, self.pinned = [], set()
+        self.expected, self.pinned = [], set()
         assert (self.other.cache.seen, self.other._unread) == (0, [])
 
     # Files ----------------------------------------------------------------------------------------
@@ -305,7 +307,7 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def is_sound(self) -> None:
         """Hold both to the messages that are foretold, to each other, and to their cap."""
-        assert self.other.messages == self.said
+        assert self.other.messages == self.expected
         assert self.other.pinned == self.pinned
         self.state()
         sound(self.one, self.runtime)

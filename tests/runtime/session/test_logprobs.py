@@ -40,20 +40,20 @@ def test_they_are_those_of_the_models_own_distribution(runtime):
         assert [x.logprob for x in one.top] == pytest.approx(np.sort(expected)[:-4:-1], abs=1e-4)
         assert [x.token for x in one.top] == np.argsort(-expected)[:3].tolist()
         assert all(x.top == () for x in one.top)
-    said = [x.text for x in session.logprobs if not x.text.startswith("<|")]  # special tokens
-    assert "".join(said) == text
+    texts = [x.text for x in session.logprobs if not x.text.startswith("<|")]  # special tokens
+    assert "".join(texts) == text
     assert any(x.token != x.top[0].token for x in session.logprobs)  # others than the likeliest
 
 
 def test_the_text_is_that_of_those_who_do_not_ask(runtime):
-    said = []
+    answers = []
     for count in (None, 0, 5):
         session = session_of(runtime)
         session.set_generation(logprobs=count)
-        said.append(list(session.send("Hello!")))
+        answers.append(list(session.send("Hello!")))
         tops = [] if count is None else [count] * 6
         assert [len(one.top) for one in session.logprobs] == tops
-    assert said[0] == said[1] == said[2]
+    assert answers[0] == answers[1] == answers[2]
     session.set_generation(logprobs=None)
     list(session.send("And now?"))
     assert session.logprobs == []
@@ -74,9 +74,9 @@ def test_tokens_come_with_their_text_and_not_those_of_a_stop_string(runtime):
     text = ""
     for piece in session.send("Hello!"):
         text += piece
-        said = "".join(one.text for one in session.logprobs)
-        assert text.startswith(said) or said.startswith(text)
-        assert len(said) - len(text) < max(map(len, tokens))
+        joined = "".join(one.text for one in session.logprobs)
+        assert text.startswith(joined) or joined.startswith(text)
+        assert len(joined) - len(text) < max(map(len, tokens))
     assert text == whole[: whole.index(stop)]
     assert session.turn.stop_string == stop
     texts = [one.text for one in session.logprobs]
@@ -235,20 +235,20 @@ def test_only_what_is_allowed_is_drawn(logits, allowed, greedy, seed):
 
 @given(
     logits=st.lists(st.floats(-3, 3, width=32), min_size=4, max_size=8),  # penalties decide
-    said=st.lists(st.integers(0, 3), max_size=9),
+    ids=st.lists(st.integers(0, 3), max_size=9),
     presence=st.floats(-2, 2, width=32),
     frequency=st.floats(-2, 2, width=32),
 )
-def test_penalties_are_those_of_openai(logits, said, presence, frequency):
+def test_penalties_are_those_of_openai(logits, ids, presence, frequency):
     """Logit − presence · (it was said) − frequency · (times that it was said)."""
     row, history = np.array([logits], np.float32), np.array([[0, 1]])
     torch_one, numpy_one = samplers(presence_penalty=presence, frequency_penalty=frequency)
     expected = row[0].copy()
-    for token in set(said):
-        expected[token] -= np.float32(presence) + np.float32(frequency) * said.count(token)
+    for token in set(ids):
+        expected[token] -= np.float32(presence) + np.float32(frequency) * ids.count(token)
     for one in (
-        torch_one.next(torch.from_numpy(row), torch.from_numpy(history), None, said),
-        numpy_one.next(row.copy(), history, None, said),
+        torch_one.next(torch.from_numpy(row), torch.from_numpy(history), None, ids),
+        numpy_one.next(row.copy(), history, None, ids),
     ):
         assert expected[one.item()] >= expected.max() - 1e-4
     assert torch_one.recipe == numpy_one.recipe == (() if presence == frequency == 0 else None)

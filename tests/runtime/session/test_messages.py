@@ -35,8 +35,8 @@ def spelt(session: Any, messages: Any) -> str:
 def test_a_history_begins_a_conversation(runtime):
     session = session_of(runtime)
     history = [SYSTEM, QUESTION, ANSWERED, AGAIN]
-    said = "".join(session.send(history))
-    assert session.messages == [*history[1:], {"role": "assistant", "content": said}]
+    answer = "".join(session.send(history))
+    assert session.messages == [*history[1:], {"role": "assistant", "content": answer}]
     assert session.system == "Be kind."
     assert held(session).startswith(spelt(session, history))
     assert history == [SYSTEM, QUESTION, ANSWERED, AGAIN]
@@ -107,7 +107,7 @@ def test_all_messages_that_are_given_are_pinned(runtime):
 
 
 @pytest.mark.parametrize(
-    ("said", "error", "says"),
+    ("messages", "error", "says"),
     [
         (None, MessagesInvalid, "a NoneType was given"),
         (3, MessagesInvalid, "a int was given"),
@@ -131,10 +131,10 @@ def test_all_messages_that_are_given_are_pinned(runtime):
         ([QUESTION, {"role": "user", "content": " "}], EmptyPrompt, "the message is empty"),
     ],
 )
-def test_what_is_no_message_is_refused_by_the_call(runtime, said, error, says):
+def test_what_is_no_message_is_refused_by_the_call(runtime, messages, error, says):
     session = session_of(runtime)
     with pytest.raises(error, match=says):
-        session.send(said)
+        session.send(messages)
     assert session.messages == []
 
 
@@ -205,9 +205,9 @@ odd = st.recursive(
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(odd)
-def test_whatever_is_given_is_messages_or_refused_by_name(said):
+def test_whatever_is_given_is_messages_or_refused_by_name(value):
     try:
-        messages = checked_messages(said)
+        messages = checked_messages(value)
     except KvcapError:
         pass
     else:
@@ -238,12 +238,12 @@ def test_a_system_prompt_alone_is_answered(runtime, template, monkeypatch):
 
 @pytest.mark.parametrize("seed", [0, 2**64 - 1, -(2**63)])
 def test_seeds_have_64_bits(runtime, seed):
-    said = set()
+    answers = set()
     for one in (seed, seed % 2**64):
         session = session_of(runtime)
         session.set_generation(seed=one, temperature=1.0)
-        said.add("".join(session.send("Hello!")))
-    assert len(said) == 1
+        answers.add("".join(session.send("Hello!")))
+    assert len(answers) == 1
     session.set_generation(seed=-1)
     assert session.seed is None
     with pytest.raises(ValueError, match="seed="):

@@ -64,8 +64,8 @@ def tokenizer(*, opens: bool, marks: tuple[str, ...] = ("<|im_end|>", "</s>")) -
 
 def test_every_name_is_tested_and_in_the_help():
     assert names() == sorted(WRITTEN)
-    said = CHAT_TEMPLATE.metadata["declared"].help
-    assert all(name in said for name in names())
+    text = CHAT_TEMPLATE.metadata["declared"].help
+    assert all(name in text for name in names())
 
 
 @pytest.mark.filterwarnings("ignore:the chat template")
@@ -117,11 +117,11 @@ def test_chatml_writes_tools_calls_and_results_as_hermes_does():
     some, tool = tokenizer(opens=False), {"type": "function", "function": {"name": "add"}}
     use_template(some, "chatml")
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    said: Any = [
+    messages: Any = [
         SAID[0], SAID[1], {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "2", "tool_call_id": "x"},
     ]  # fmt: skip
-    text = render(some, said, [tool])
+    text = render(some, messages, [tool])
     assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n\n")
     assert '<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>\n\n' in text
     assert text.endswith(

@@ -21,17 +21,17 @@ from kvcap.runtime.types import ModelKind
 
 
 @given(st.lists(st.integers(0, 1), max_size=90), st.sampled_from([0.0, 0.5]))
-def test_dry_is_by_the_longest_passage_that_would_go_on(said: list[int], presence: float) -> None:
-    expected = dict.fromkeys(said, presence) if presence else {}
+def test_dry_is_by_the_longest_passage_that_would_go_on(ids: list[int], presence: float) -> None:
+    expected = dict.fromkeys(ids, presence) if presence else {}
     longest = dict[int, int]()
-    for i in range(len(said)):
+    for i in range(len(ids)):
         for length in range(ALLOWED, min(i, LONGEST) + 1):
-            if said[i - length : i] == said[-length:]:
-                longest[said[i]] = max(length, longest.get(said[i], 0))
+            if ids[i - length : i] == ids[-length:]:
+                longest[ids[i]] = max(length, longest.get(ids[i], 0))
     for token, length in longest.items():
         expected[token] = expected.get(token, 0) + 0.8 * BASE ** (length - ALLOWED)
     config = SimpleNamespace(dry_multiplier=0.8, presence_penalty=presence)
-    assert penalties(config, said) == pytest.approx(expected)
+    assert penalties(config, ids) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -39,18 +39,18 @@ def test_dry_is_by_the_longest_passage_that_would_go_on(said: list[int], presenc
     [(ALLOWED, 0.8, 9), (ALLOWED, 0, ALLOWED), (ALLOWED - 1, 0.8, ALLOWED - 1)],
 )
 def test_both_samplers_leave_a_passage_that_was_said(again: int, dry: float, drawn: int) -> None:
-    said = [*range(12), *range(again)]
+    ids = [*range(12), *range(again)]
     logits = np.zeros((1, 16), np.float32)
     logits[0, again], logits[0, 9] = 1.0, 0.9
-    history = np.array([said])
+    history = np.array([ids])
     config = settings.copied(GenerationConfig())
     config.update(dry_multiplier=dry)
     one: Any = sampler.Sampler(config, torch.Generator())
     other: Any = numpy_sampler.NumpySampler(
         numpy_sampler.Generation(dry_multiplier=dry), np.random.default_rng(0)
     )
-    assert one.next(torch.from_numpy(logits), torch.from_numpy(history), None, said).item() == drawn
-    assert other.next(logits.copy(), history, None, said).item() == drawn
+    assert one.next(torch.from_numpy(logits), torch.from_numpy(history), None, ids).item() == drawn
+    assert other.next(logits.copy(), history, None, ids).item() == drawn
     assert one.recipe == other.recipe == (None if dry else ())
 
 

@@ -61,9 +61,9 @@ def test_figures_add_up(directory, every, spare):
     assert usual_every("cuda", 128) == 1
     for text in ("Hello there, how are you today?", "Tell me more about the weather, please."):
         before = session.stats.seen_tokens
-        said = "".join(session.send(text))
+        answer = "".join(session.send(text))
         stats = session.stats
-        assert session.messages[-1] == {"role": "assistant", "content": said}
+        assert session.messages[-1] == {"role": "assistant", "content": answer}
         assert stats.turn.finish_reason == "length"
         assert stats.turn.completion_tokens == 12
         # The last token of an answer is read with the next turn.
@@ -106,13 +106,13 @@ def test_a_full_cache_can_end_the_answer(policy, directory):
     full = make(directory, policy=policy, budget=48)
     full.on_full = "stop"
     full.set_generation(max_new_tokens=100)
-    said = "".join(full.send("Hi!"))
+    answer = "".join(full.send("Hi!"))
     assert full.turn.finish_reason == "full"
     assert full.stats.evicted_tokens == 0
     assert full.stats.held_tokens == 48
     free = make(directory, budget=200)
     free.set_generation(max_new_tokens=full.turn.completion_tokens)
-    assert "".join(free.send("Hi!")) == said
+    assert "".join(free.send("Hi!")) == answer
     assert free.turn.finish_reason == "length"
     with pytest.raises(kvcap.KvcapError, match=r"never evicts|may be evicted"):
         list(full.send("And now?"))

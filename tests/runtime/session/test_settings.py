@@ -62,7 +62,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(runtime, setting, says):
 def test_what_ends_an_answer_may_be_none_one_or_several(runtime):
     session = session_of(runtime)
     session.set_generation(eos_token_id=None, stop_strings=None)
-    said = "".join(session.complete("Hello there, my friend."))
+    answer = "".join(session.complete("Hello there, my friend."))
     assert session.turn.finish_reason == "length"
     first = session.read[session.turn.prompt_tokens]
     for ends in (first, [first], (first, 1)):
@@ -71,11 +71,11 @@ def test_what_ends_an_answer_may_be_none_one_or_several(runtime):
         assert "".join(session.complete("Hello there, my friend.")) == ""
         assert session.turn.finish_reason == "stop"
     session.set_generation(eos_token_id=[])
-    part = said[2:5]
+    part = answer[2:5]
     for stop in (part, [part], [part, "no such text"], ["", part]):
         session.clear()
         session.set_generation(stop_strings=stop)
-        assert "".join(session.complete("Hello there, my friend.")) == said[: said.index(part)]
+        assert "".join(session.complete("Hello there, my friend.")) == answer[: answer.index(part)]
         assert session.turn.finish_reason == "stop"
 
 
@@ -85,21 +85,21 @@ def test_a_repetition_penalty_changes_an_answer(runtime):
     prompt = "Hello there, my friend."
     plain = "".join(session.complete(prompt))
 
-    def said(penalty: float | None) -> tuple[str, list[int], list[int]]:
+    def answered_with(penalty: float | None) -> tuple[str, list[int], list[int]]:
         session.clear()
         session.set_generation(repetition_penalty=penalty)
         text = "".join(session.complete(prompt))
         count = session.turn.prompt_tokens
         return text, session.read[:count], session.read[count : session.cache.seen]
 
-    _, prompt_ids, answered = said(1000.0)
+    _, prompt_ids, answered = answered_with(1000.0)
     assert len({*prompt_ids, *answered}) == len(set(prompt_ids)) + len(
         answered
     )  # no token comes twice
-    text, prompt_ids, answered = said(0.001)
+    text, prompt_ids, answered = answered_with(0.001)
     assert text != plain
     assert set(answered) <= set(prompt_ids)
-    assert said(None)[0] == plain
+    assert answered_with(None)[0] == plain
 
 
 number = st.floats(-9, 9, width=32)
@@ -112,11 +112,11 @@ number = st.floats(-9, 9, width=32)
     st.floats(0.125, 9, width=32),
     st.sampled_from([0.5, 1.0, 2.0]),
 )
-def test_a_repetition_penalty_is_the_same_in_both_backends(logits, said, penalty, temperature):
+def test_a_repetition_penalty_is_the_same_in_both_backends(logits, ids, penalty, temperature):
     config = {"repetition_penalty": penalty, "do_sample": True, "temperature": temperature}
     theirs, mine = samplers(**config)
-    a = numpy_scores(mine, np.array(logits, np.float32), np.array(said))
-    penalised = theirs.repetition(torch.tensor([said]), torch.tensor([logits]))
+    a = numpy_scores(mine, np.array(logits, np.float32), np.array(ids))
+    penalised = theirs.repetition(torch.tensor([ids]), torch.tensor([logits]))
     b = theirs.warpers(None, penalised)[0].numpy()
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
@@ -160,8 +160,8 @@ def test_of_the_top_k_what_is_drawn_is_what_all_scores_give(config):
 def test_a_whole_number_is_a_number():
     config = GenerationConfig(repetition_penalty=2, do_sample=True, temperature=1, top_p=1)
     sampler = sampling.Sampler(config, torch.Generator())
-    logits, said = torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[1, 1]])
-    assert sampler.warpers(None, sampler.repetition(said, logits))[0].tolist() == [1.0, 1.5, 2.0]
+    logits, ids = torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[1, 1]])
+    assert sampler.warpers(None, sampler.repetition(ids, logits))[0].tolist() == [1.0, 1.5, 2.0]
 
 
 def test_settings_that_are_not_read_are_named():

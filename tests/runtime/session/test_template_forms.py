@@ -53,12 +53,12 @@ def test_conversations_are_written_as_transformers_writes_them(system, turns, la
     """The whole at once; and turn by turn, what follows an answer ends the whole."""
     tokenizer = with_template(TOKENIZER, TEMPLATES[name])
     first = [{"role": "system", "content": system}] if system else []
-    said = [
+    middle = [
         {"role": role, "content": text}
         for turn in turns
         for role, text in zip(("user", "assistant"), turn, strict=True)
     ]
-    whole = [*first, *said, {"role": "user", "content": last}]
+    whole = [*first, *middle, {"role": "user", "content": last}]
     assert render(tokenizer, whole) == reference(name, whole)
     if turns:
         tail = ChatWriter(tokenizer).render_turn(system, whole[-1:])
@@ -77,8 +77,8 @@ def test_sessions_read_what_the_user_says(runtime, name):
     assert held(session).startswith(read)
     assert all(text in read for text in ("Be kind.", "Who are you?"))
     list(session.send("And now?"))
-    said = [{"role": "user", "content": "And now?"}]
-    tail = ChatWriter(runtime.tokenizer).render_turn("Be kind.", said)
+    following = [{"role": "user", "content": "And now?"}]
+    tail = ChatWriter(runtime.tokenizer).render_turn("Be kind.", following)
     assert "And now?" in tail
     assert tail in held(session)
     assert session.messages[1] == {"role": "assistant", "content": answer}
@@ -119,12 +119,12 @@ MOODY = (
 
 def test_what_fails_for_want_of_an_option_says_nothing_of_a_form():
     tokenizer = with_template(TOKENIZER, MOODY)
-    said = [SYSTEM, {"role": "user", "content": "Hi."}]
+    messages = [SYSTEM, {"role": "user", "content": "Hi."}]
     with pytest.raises(ChatTemplateMissing, match="no mood"):
-        render(tokenizer, said)
-    assert render(tokenizer, said, options={"mood": "kind"}) == "Be kind.|Hi.|"
+        render(tokenizer, messages)
+    assert render(tokenizer, messages, options={"mood": "kind"}) == "Be kind.|Hi.|"
     by_list = MOODY.replace("{{ m.content }}", "{{ m.content[0]['text'] + '' }}")
-    assert render(with_template(TOKENIZER, by_list), said, options={"mood": "kind"}) == (
+    assert render(with_template(TOKENIZER, by_list), messages, options={"mood": "kind"}) == (
         "Be kind.|Hi.|"
     )
 
@@ -139,22 +139,22 @@ NAMED = {"default": PLAIN["text"], "tool_use": TOOLS["own turn"], "rag": PARTS["
 )
 def test_a_named_template_is_taken_as_by_transformers(tools, names):
     tokenizer = with_template(TOKENIZER, {name: NAMED[name] for name in names})
-    said = [{"role": "user", "content": "Hi."}]
-    read = said if "tool_use" in names else with_tools_as_text(said, tools, in_system=True)
-    assert render(tokenizer, said, tools) == tokenizer.apply_chat_template(
+    messages = [{"role": "user", "content": "Hi."}]
+    read = messages if "tool_use" in names else with_tools_as_text(messages, tools, in_system=True)
+    assert render(tokenizer, messages, tools) == tokenizer.apply_chat_template(
         read, tools=tools or None, tokenize=False, add_generation_prompt=True
     )
 
 
 def test_of_templates_without_a_default_only_what_is_sure_is_taken():
-    said = [{"role": "user", "content": "Hi."}]
+    messages = [{"role": "user", "content": "Hi."}]
     tokenizer = with_template(TOKENIZER, {"tool_use": NAMED["tool_use"], "rag": NAMED["rag"]})
-    assert "Tools: " in render(tokenizer, said, [TOOL])
+    assert "Tools: " in render(tokenizer, messages, [TOOL])
     with pytest.raises(ChatTemplateMissing, match=r"templates rag, tool_use, and none .*'default'"):
-        render(tokenizer, said)
+        render(tokenizer, messages)
     assert "requests with tools are answered" in (without_default(tokenizer.chat_template) or "")
     alone = with_template(TOKENIZER, {"tool_use": NAMED["tool_use"]})
-    assert render(alone, said) == render(with_template(TOKENIZER, NAMED["tool_use"]), said)
+    assert render(alone, messages) == render(with_template(TOKENIZER, NAMED["tool_use"]), messages)
     assert "'tool_use' is taken" in (without_default(alone.chat_template) or "")
     assert without_default(NAMED) is without_default(NAMED["rag"]) is without_default(None) is None
 

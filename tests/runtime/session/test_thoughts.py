@@ -33,17 +33,17 @@ def test_thoughts_are_closed_at_their_budget_and_the_answer_begins(runtime, budg
     held.set_generation(max_new_tokens=40, thinking_budget=budget, eos_token_id=[])
     text = "".join(held.send("Two and two?"))
     closing = encode_with(runtime.tokenizer, CLOSING, follows=True)
-    said = answer_tokens(held)
-    assert said[:budget] == answer_tokens(free)[:budget]
-    assert said[budget : budget + len(closing)] == closing
-    assert len(said) >= 39
+    ids = answer_tokens(held)
+    assert ids[:budget] == answer_tokens(free)[:budget]
+    assert ids[budget : budget + len(closing)] == closing
+    assert len(ids) >= 39
     assert CLOSING in text
     batch, others = Batch(runtime, 2), [session_of(runtime) for _ in range(2)]
     for session in others:
         session.set_generation(max_new_tokens=40, thinking_budget=budget, eos_token_id=[])
         batch.add(session, session.send("Two and two?"))
     list(batch)
-    assert [answer_tokens(session) for session in others] == [said] * 2
+    assert [answer_tokens(session) for session in others] == [ids] * 2
 
 
 def test_a_budget_must_leave_room_for_the_answer(runtime):
@@ -58,7 +58,7 @@ def test_a_budget_must_leave_room_for_the_answer(runtime):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said", "expected"),
+    ("prompt", "answer", "expected"),
     [
         ("", "<think>\nTwo", (1, None)),
         ("", "<think>a b</think>c", (1, "a b</think>")),
@@ -67,12 +67,12 @@ def test_a_budget_must_leave_room_for_the_answer(runtime):
         ("", "a<think>b</think>", (0, None)),
     ],
 )
-def test_thoughts_are_found_at_the_begin_of_an_answer(prompt, said, expected):
+def test_thoughts_are_found_at_the_begin_of_an_answer(prompt, answer, expected):
     tokenizer = ToyEngine(64).tokenizer
     opened, closed = [], []
     before = encode_with(tokenizer, prompt, follows=True)
     thoughts = Thoughts(tokenizer, before, None, opened.append, closed.append)
-    ids = encode_with(tokenizer, said, follows=True)
+    ids = encode_with(tokenizer, answer, follows=True)
     for token in ids:
         thoughts.token(token, None)
     spans = zip(opened, closed, strict=False)

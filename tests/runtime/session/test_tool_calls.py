@@ -112,9 +112,9 @@ def test_what_is_no_tool_is_refused(runtime, tools, says):
      [{"function": {"arguments": {}}}], [{"function": {"name": "add", "arguments": [1]}}]],
 )  # fmt: skip
 def test_calls_that_cannot_be_read_are_refused(runtime, calls):
-    said = [{"role": "assistant", "tool_calls": calls}, {"role": "user", "content": "And?"}]
+    messages = [{"role": "assistant", "tool_calls": calls}, {"role": "user", "content": "And?"}]
     with pytest.raises(MessagesInvalid, match="message 0 has tool_calls that cannot be read"):
-        session_of(runtime).send(said)
+        session_of(runtime).send(messages)
 
 
 WITHOUT_TOOLS = {

@@ -46,14 +46,14 @@ words = st.text('abc 12."\\\n\u2028{}', min_size=1, max_size=8)
 def test_calls_and_results_are_written_as_transformers_writes_them(name, system, turns, calls):
     """The whole at once; and where the turn suffices, its text is the end of the whole."""
     tokenizer = with_template(TOKENIZER, TOOLS[name])
-    said = [{"role": "user", "content": word} for turn in turns for word in turn]
-    answer = Parsed("", tuple(ToolCall("add", {"a": a}) for a, _ in calls)).with_ids(len(said))
+    questions = [{"role": "user", "content": word} for turn in turns for word in turn]
+    answer = Parsed("", tuple(ToolCall("add", {"a": a}) for a, _ in calls)).with_ids(len(questions))
     results = [
         {"role": "tool", "content": text, "tool_call_id": call.id, "name": call.name}
         for call, (_, text) in zip(answer.tool_calls, calls, strict=True)
     ]
     first = [{"role": "system", "content": system}] if system else []
-    whole = [*first, *said, QUESTION, answer.as_message(), *results]
+    whole = [*first, *questions, QUESTION, answer.as_message(), *results]
     expected = reference(TOOLS[name], whole)
     writer = ChatWriter(tokenizer, [ADD])
     writer.check_written(first, whole[len(first) :])
@@ -113,8 +113,8 @@ def test_an_answer_with_a_call_is_saved_and_its_result_read_later(name, tmp_path
     session.save(tmp_path / "talk")
     loaded = kvcap.Session.load(runtime, tmp_path / "talk")
     assert (loaded.parsed, loaded.tools) == (session.parsed, session.tools)
-    said = [result(session, "2")]
-    assert "".join(loaded.send(said)) == "".join(session.send(said))
+    results = [result(session, "2")]
+    assert "".join(loaded.send(results)) == "".join(session.send(results))
     assert loaded.messages == session.messages
 
 
@@ -161,12 +161,12 @@ def test_results_follow_an_answer_that_the_template_refuses_to_write():
 
 def test_a_result_that_is_not_written_is_refused(runtime):
     session = called(runtime, LEFT_OUT)
-    said, before = [result(session, "2")], list(session.messages)
+    results, before = [result(session, "2")], list(session.messages)
     with pytest.raises(ChatTemplateMissing, match="leaves out what a tool returned, '2'; give"):
-        session.send(said)
+        session.send(results)
     assert session.messages == before
     with pytest.raises(ChatTemplateMissing, match="leaves out what a tool returned"):
-        session_of(runtime).send([*before, *said], tools=[ADD])
+        session_of(runtime).send([*before, *results], tools=[ADD])
     list(session.send("Never mind."))
 
 
@@ -185,17 +185,17 @@ def test_a_stop_before_the_answer_to_a_result_changes_nothing(runtime):
     """The conversation is read again from its beginning, and takes the result the next time."""
     session = called(runtime, TOOLS["one turn"])
     before = list(session.messages)
-    said = [result(session, "two")]
+    results = [result(session, "two")]
 
     def stop(done: int, of: int) -> None:
         raise KeyboardInterrupt
 
     session.on_block = stop
     with pytest.raises(KeyboardInterrupt):
-        list(session.send(said))
+        list(session.send(results))
     session.on_block = None
     assert session.messages == before
-    list(session.send(said))
+    list(session.send(results))
     assert held(session).startswith(reference(TOOLS["one turn"], session.messages[:-1]))
 
 
@@ -238,19 +238,19 @@ def test_ids_that_a_template_takes_stay(name):
         TOKENIZER, TOOLS[name].replace("tool_call>", "tool_call>{{ call.id }}")
     )
     call = {"id": "call_x", "type": "function", "function": {"name": "add", "arguments": {}}}
-    said = [
+    messages = [
         QUESTION,
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "2", "tool_call_id": "call_x"},
     ]
-    assert render(tokenizer, said, [ADD]) == reference(tokenizer.chat_template, said)
+    assert render(tokenizer, messages, [ADD]) == reference(tokenizer.chat_template, messages)
 
 
 def test_a_template_that_fails_with_any_ids_says_why_it_does():
     tokenizer = with_template(TOKENIZER, TOOLS["named"])
-    said = [QUESTION, {"role": "tool", "content": "2", "tool_call_id": "call_x"}]
+    messages = [QUESTION, {"role": "tool", "content": "2", "tool_call_id": "call_x"}]
     with pytest.raises(ChatTemplateMissing, match="a result without a call"):
-        render(tokenizer, said, [ADD])
+        render(tokenizer, messages, [ADD])
 
 
 IF_FIRST = "{% if m.role == 'assistant' and messages[loop.index0 - 1].role == 'user' %}"

@@ -371,11 +371,11 @@ def test_what_did_not_grow_passes(baseline, capsys):
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
-    ("figure", "factor", "said"),
+    ("figure", "factor", "name"),
     [("kv_bytes", 2, "KV bytes"), ("planned_bytes", 2, "planned"), ("peak_bytes", 0.97, "peak")],
 )
 def test_what_grew_fails_with_the_cell_and_the_figures(
-    baseline, tmp_path, capsys, figure, factor, said
+    baseline, tmp_path, capsys, figure, factor, name
 ):
     document = json.loads(baseline.read_text())
     now = document["cells"][0][figure]
@@ -384,7 +384,7 @@ def test_what_grew_fails_with_the_cell_and_the_figures(
     path.write_text(json.dumps(document))
     assert check(path) == 1
     out = capsys.readouterr().out
-    assert re.search(rf"keydiff, 32 slots, 256 tokens: {said}.* {now:,}, baseline {was:,}", out)
+    assert re.search(rf"keydiff, 32 slots, 256 tokens: {name}.* {now:,}, baseline {was:,}", out)
     if figure == "peak_bytes":
         assert check(path, "--tolerance", "5") == 0
         document["measured_on"]["torch"] = "1.0"

@@ -263,7 +263,7 @@ def test_skipped(): pytest.skip("no reason")
 
 
 @pytest.mark.parametrize(
-    ("marker", "said"),
+    ("marker", "message"),
     [
         ('"many"', "'many' is not a size"),
         ("", "got 0 sizes"),
@@ -277,7 +277,7 @@ def test_skipped(): pytest.skip("no reason")
         ('"1MiB", host=1, process=True', "counts host memory already"),
     ],
 )
-def test_a_bad_marker_fails_its_test_alone(run, marker, said):
+def test_a_bad_marker_fails_its_test_alone(run, marker, message):
     done = run(f"""
 @pytest.mark.memory_budget({marker})
 def test_never(): raise SystemError
@@ -285,7 +285,7 @@ def test_never(): raise SystemError
 def test_other(): pass
 """)
     done.assert_outcomes(passed=1, failed=1)
-    done.stdout.fnmatch_lines([f"memory_budget(*) at test_*.py:5: *{said}*"])
+    done.stdout.fnmatch_lines([f"memory_budget(*) at test_*.py:5: *{message}*"])
     assert "SystemError" not in done.stdout.str()
     assert "During handling" not in done.stdout.str()
 
@@ -498,7 +498,7 @@ def test_other_versions_and_new_figures_are_said_and_an_update_keeps_the_rest(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (None, "there is no file of figures"),
         ("", "is no file of figures"),
@@ -509,13 +509,13 @@ def test_other_versions_and_new_figures_are_said_and_an_update_keeps_the_rest(
         ('{"format": 1, "made_on": {}, "figures": {"a": 1}}', "is no file of figures"),
     ],
 )
-def test_a_baseline_that_is_none_is_a_usage_error(run, pytester, text, said):
+def test_a_baseline_that_is_none_is_a_usage_error(run, pytester, text, message):
     path = pytester.path / "figures.json"
     if text is not None:
         path.write_text(text)
     done = run("def test_it(): pass", "--memory-baseline", str(path))
     assert done.ret == pytest.ExitCode.USAGE_ERROR
-    done.stderr.fnmatch_lines([f"ERROR: *{said}*"])
+    done.stderr.fnmatch_lines([f"ERROR: *{message}*"])
 
 
 @pytest.mark.parametrize("given", ["x", "-1", "nan", "inf%"])

@@ -55,8 +55,8 @@ def test_without_eviction_answers_are_the_librarys_own(
         quantise(load_library(), whole, file, kind)
     session = runtime_of(file, budget_tokens=256, block_size=64).session(seed=0)
     session.set_generation(do_sample=False, max_new_tokens=40, eos_token_id=None)
-    said = "".join(session.send("Water boils at a hundred degrees. " * 3))
-    assert said
+    answer = "".join(session.send("Water boils at a hundred degrees. " * 3))
+    assert answer
     assert session.turn is not None
     prompt, ids = session.turn.prompt_tokens, session.read_ids
     plain = Plain(loaded(file))

@@ -24,25 +24,25 @@ Run = Callable[..., tuple[int, str, str]]
 
 def test_commands_run_a_file(gguf: Files, kvcap: Run) -> None:
     file = str(gguf())
-    code, said, err = kvcap(
+    code, out, err = kvcap(
         *("generate", file, "Hello", "--max-new-tokens", "8", "--budget-tokens", "64"),
         *("--temperature", "0", "--json"),
     )
     assert code == 0, err
-    assert json.loads(said)
-    code, said, err = kvcap("plan", file, "--budget-tokens", "64", "--json")
+    assert json.loads(out)
+    code, out, err = kvcap("plan", file, "--budget-tokens", "64", "--json")
     assert code == 0, err
-    plan = json.loads(said)
+    plan = json.loads(out)
     row = 3 * 2 * 2 * 64 * 2
     assert plan["cache_bytes"] == 256 * row  # 64 slots and a block that fills the page
     assert "llama.cpp" in plan["library"]
-    code, said, err = kvcap("plan", file, "--budget-tokens", "64")
+    code, out, err = kvcap("plan", file, "--budget-tokens", "64")
     assert code == 0, err
-    assert "runs by llama.cpp" in said
-    assert "3 layers of tiny (0M weights, " in said
-    code, said, err = kvcap("chat", file, "--budget-tokens", "64", stdin=b"Hi\n/stats\n")
+    assert "runs by llama.cpp" in out
+    assert "3 layers of tiny (0M weights, " in out
+    code, out, err = kvcap("chat", file, "--budget-tokens", "64", stdin=b"Hi\n/stats\n")
     assert code == 0, err
-    assert said
+    assert out
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,9 @@ def test_answers_are_held_to_a_schema_and_an_expression(gguf: Files) -> None:
         "additionalProperties": False,
     }
     session.set_generation(json_schema=schema, max_new_tokens=200)
-    said = json.loads("".join(session.send("Which door?")))
-    assert said["door"] in ("blue", "red")
-    assert said["open"] in (True, False)
+    parsed = json.loads("".join(session.send("Which door?")))
+    assert parsed["door"] in ("blue", "red")
+    assert parsed["open"] in (True, False)
     assert session.turn is not None
     assert session.turn.finish_reason == "stop"
     session.set_generation(json_schema=None, regex="(the |é☃){3}[0-9]{4}")
@@ -79,9 +79,9 @@ def test_pins_and_the_system_prompt_stay(gguf: Files) -> None:
     kept = set(session.cache.tokens.tolist())
     text = session.encode("Be kind.")
     ids = session.read_ids
-    for (start, stop), said in zip(spans, (text, session.encode("code 42")), strict=True):
+    for (start, stop), pinned in zip(spans, (text, session.encode("code 42")), strict=True):
         assert set(range(start, stop)) <= kept
-        assert "".join(map(chr, said)) in "".join(map(chr, ids[start:stop]))
+        assert "".join(map(chr, pinned)) in "".join(map(chr, ids[start:stop]))
     with pytest.raises(PinsTooLarge):
         "".join(session.send("a long one " * 12, pin=True))
 
@@ -264,14 +264,14 @@ def test_files_that_cannot_be_taken_change_nothing(
 def test_several_conversations_answer_together_as_alone(
     gguf: Files, architecture: str, policy: str | None
 ) -> None:
-    said = ["the sea " * 12, "Hi", "one and two and three and " * 5]
+    questions = ["the sea " * 12, "Hi", "one and two and three and " * 5]
     how: dict[str, Any] = {"policy": policy, "evict_every": 4}
     runtime = runtime_of(gguf(architecture), **how)
     runtime.reserve(3)
-    sessions = [short(runtime.session(seed=0), 30) for _ in said]
-    answers = together(runtime.batch(3), sessions, said)
+    sessions = [short(runtime.session(seed=0), 30) for _ in questions]
+    answers = together(runtime.batch(3), sessions, questions)
     assert len({id(session.cache.context) for session in sessions}) == 1
-    for session, text, answer in zip(sessions, said, answers, strict=True):
+    for session, text, answer in zip(sessions, questions, answers, strict=True):
         alone = short(runtime_of(gguf(architecture), **how).session(seed=0), 30)
         assert answered(alone, text) == answer
         assert alone.read_ids == session.read_ids

@@ -82,21 +82,21 @@ def exported(tmp_path_factory):
 def rebudgeted(source: Path, folder: Path, budget: int) -> Path:
     """The same export for fewer slots: KeyDiff's graphs know no budget, the manifest says it."""
     shutil.copytree(source, folder)
-    said = json.loads((folder / "kvcap.json").read_text())
-    said["budget_tokens"], said["budgets"] = budget, [budget] * len(said["budgets"])
-    for state in said["state"]:
-        state["full"][2] = budget + said["block_size"]
-    return rewritten(folder, said)
+    manifest = json.loads((folder / "kvcap.json").read_text())
+    manifest["budget_tokens"], manifest["budgets"] = budget, [budget] * len(manifest["budgets"])
+    for state in manifest["state"]:
+        state["full"][2] = budget + manifest["block_size"]
+    return rewritten(folder, manifest)
 
 
-def rewritten(folder: Path, said: dict[str, Any]) -> Path:
+def rewritten(folder: Path, manifest: dict[str, Any]) -> Path:
     """The directory with this manifest, its files' sizes and checksums as they are."""
-    for entry in said["files"]:
+    for entry in manifest["files"]:
         path = folder / entry["file"]
         if path.exists():
             entry["bytes"] = path.stat().st_size
             entry["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    (folder / "kvcap.json").write_text(json.dumps(said))
+    (folder / "kvcap.json").write_text(json.dumps(manifest))
     return folder
 
 
@@ -118,28 +118,28 @@ def torch_run(model: str, policy: str, mode: str, budget: int, block: int, every
         device="cpu",
         evict_every=every,
     )
-    session = said_by(runtime)
+    session = continued(runtime)
     rows = [layer.segments[0].positions[0] for layer in session.cache.capped_layers]
-    return session.said, [row.sort(-1).values.numpy() for row in rows]
+    return session.story_end, [row.sort(-1).values.numpy() for row in rows]
 
 
-def said_by(runtime: Any) -> Any:
+def continued(runtime: Any) -> Any:
     """A session that has read the story and written 200 tokens."""
     session = runtime.session()
     session.set_generation(do_sample=False, max_new_tokens=200)
     session.generation.eos_token_id = None
-    session.said = "".join(session.complete(STORY))
+    session.story_end = "".join(session.complete(STORY))
     assert session.turn.completion_tokens == 200
     return session
 
 
 def same_as_torch(runtime: OrtRuntime, model: str = "pocket", policy: str = "") -> None:
-    session, plan = said_by(runtime), runtime.plan
+    session, plan = continued(runtime), runtime.plan
     policy = policy or plan.policy
     every = runtime.every
     sizes = plan.budget_tokens, plan.block_size, every
     text, kept = torch_run(model, policy, plan.positions, *sizes)
-    assert session.said == text
+    assert session.story_end == text
     assert session.cache.seen > plan.budget_tokens + 100
     for mine, theirs in zip(session.cache.positions, kept, strict=True):
         assert mine.tolist() == theirs.tolist()
@@ -155,9 +155,9 @@ def test_decoders_say_and_keep_what_pytorch_does(exported, mode, budget):
 
 @pytest.mark.parametrize("ends", [[], [7]])
 def test_an_answer_ends_at_what_the_manifest_does_not_name(copied, ends, capsys):
-    said = json.loads((copied / "kvcap.json").read_text())
-    said["generation"]["eos_token_id"] = ends
-    runtime = OrtRuntime.from_directory(rewritten(copied, said))
+    manifest = json.loads((copied / "kvcap.json").read_text())
+    manifest["generation"]["eos_token_id"] = ends
+    runtime = OrtRuntime.from_directory(rewritten(copied, manifest))
     text = runtime.tokenizer.special_tokens_map["eos_token"]
     own = runtime.tokenizer.backend_tokenizer.token_to_id(text)
     assert end_tokens(runtime.session().generation) == {*ends, own}
@@ -204,7 +204,7 @@ def test_the_page_compares_speeds_of_the_same_work(exported, tmp_path, monkeypat
     (tmp_path / "pocket-onnx").symlink_to(exported("compact", MOST))
     (tmp_path / "long.txt").write_text(STORY * 4)
     monkeypatch.chdir(tmp_path)
-    said = []
+    runs = []
     for line in "".join(shell).splitlines():
         name, *arguments = line.replace("-tokens 300", "-tokens 30").split()
         if "--budget-tokens" in arguments:  # the export of the tests is smaller
@@ -214,10 +214,10 @@ def test_the_page_compares_speeds_of_the_same_work(exported, tmp_path, monkeypat
         printed = json.loads(capsys.readouterr().out)
         same = "policy", "budget_tokens", "held_tokens", "evicted_tokens"
         threads = arguments[arguments.index("--threads") + 1]
-        said.append(
+        runs.append(
             (threads, printed["text"], printed["usage"], [printed["kv"][name] for name in same])
         )
-    pytorch, ort = said
+    pytorch, ort = runs
     assert pytorch == ort
 
 
@@ -393,11 +393,11 @@ def _cut(path: Path) -> None:
 def put(value: Any, *keys: Any) -> Callable[[dict[str, Any]], None]:
     """Say something else in a manifest."""
 
-    def change(said: Any) -> None:
+    def change(part: Any) -> None:
         *above, last = keys
         for key in above:
-            said = said[key]
-        said[last] = value
+            part = part[key]
+        part[last] = value
 
     return change
 
@@ -407,9 +407,9 @@ BROKEN_MANIFESTS: list[tuple[Callable[[dict[str, Any]], Any], type[Exception], s
     (put("kvcap.decoder/9", "schema"), ManifestError, "kvcap.decoder/9"),
     (put("else", "kind"), ManifestError, "kind"),
     (put("grouped", "kind"), ManifestError, "is no kvcap.decoder/2: kind"),
-    (lambda said: said.pop("generation"), ManifestError, "generation"),
-    (lambda said: said["model"].pop("layers"), ManifestError, "layers"),
-    (lambda said: said["model"].pop("name"), ManifestError, "name"),
+    (lambda manifest: manifest.pop("generation"), ManifestError, "generation"),
+    (lambda manifest: manifest["model"].pop("layers"), ManifestError, "layers"),
+    (lambda manifest: manifest["model"].pop("name"), ManifestError, "name"),
     (put(3, "model", "name"), ManifestError, "model/name"),
     (put("a\nb", "model", "name"), ManifestError, "model/name"),
     (put(0, "budget_tokens"), ManifestError, "budget_tokens"),
@@ -430,9 +430,9 @@ BROKEN_MANIFESTS: list[tuple[Callable[[dict[str, Any]], Any], type[Exception], s
     (put("/etc/passwd", "files", 0, "file"), ManifestError, "files/0/file"),
     (put("model\0.onnx", "files", 0, "file"), ManifestError, "files/0/file"),
     (put(-1, "files", 0, "bytes"), ManifestError, "files/0/bytes"),
-    (lambda said: said["files"].append(said["files"][0]), ManifestError, "twice"),
+    (lambda manifest: manifest["files"].append(manifest["files"][0]), ManifestError, "twice"),
     (put("gone.onnx", "graphs", "decoder", "file"), ManifestError, "not among its files"),
-    (lambda said: said["files"].append({"file": "gone", "bytes": 1, "sha256": SHA}),
+    (lambda manifest: manifest["files"].append({"file": "gone", "bytes": 1, "sha256": SHA}),
      ModelFilesBroken, "gone"),
     (put(1, "model", "layers"), ManifestError, "budgets: of"),
     (put("config.json", "graphs", "decoder", "file"), GraphBroken, "config.json"),
@@ -441,9 +441,9 @@ BROKEN_MANIFESTS: list[tuple[Callable[[dict[str, Any]], Any], type[Exception], s
 
 @pytest.mark.parametrize(("change", "error", "says"), BROKEN_MANIFESTS)
 def test_a_manifest_that_is_not_the_decoders_is_refused(copied, change, error, says):
-    said = json.loads((copied / "kvcap.json").read_text())
-    change(said)
-    (copied / "kvcap.json").write_text(json.dumps(said))
+    manifest = json.loads((copied / "kvcap.json").read_text())
+    change(manifest)
+    (copied / "kvcap.json").write_text(json.dumps(manifest))
     with pytest.raises(error, match=says):
         OrtRuntime.from_directory(copied).session()
 
@@ -453,7 +453,7 @@ def test_a_manifest_that_is_not_the_decoders_is_refused(copied, change, error, s
     ("change", "says"),
     [
         (put(64, "budget_tokens"), "budgets: not budget_tokens, 64"),
-        (lambda said: said["budgets"].pop(), "budgets: of 5 layers"),
+        (lambda manifest: manifest["budgets"].pop(), "budgets: of 5 layers"),
         (put([0, 1], "evictors", 0, "layers"), "evictors: not one of each layer"),
         (put([True], "rotates"), "rotates"),
         (put(True, "queries_observed"), "queries_observed"),
@@ -463,11 +463,11 @@ def test_a_manifest_that_is_not_the_decoders_is_refused(copied, change, error, s
 )
 def test_a_manifest_that_contradicts_itself_is_refused(exported, change, says):
     """Before anything of the decoder is loaded."""
-    said = json.loads((exported("true", MOST) / "kvcap.json").read_text())
-    check(said)
-    change(said)
+    manifest = json.loads((exported("true", MOST) / "kvcap.json").read_text())
+    check(manifest)
+    change(manifest)
     with pytest.raises(ManifestError, match=says):
-        check(said)
+        check(manifest)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"schema": 3}', "\0"])
@@ -504,8 +504,8 @@ def test_broken_files_are_named(copied, exported, tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda said: said["state"].pop(), "lacks"),
-        (lambda said: said["state"].append(said["state"][0]), "buffers"),
+        (lambda manifest: manifest["state"].pop(), "lacks"),
+        (lambda manifest: manifest["state"].append(manifest["state"][0]), "buffers"),
         (put(3, "state", 1, "full", 2), "with 3 slots"),
         (put([4], "state", 1, "full"), "values of layer 0"),
         (put(77, "state", 0, "layer"), "layer 77"),
@@ -514,9 +514,9 @@ def test_broken_files_are_named(copied, exported, tmp_path):
 def test_buffers_that_are_not_the_decoders_are_refused(exported, tmp_path, change, says):
     folder = tmp_path / "copy"
     shutil.copytree(exported("true", MOST), folder)
-    said = json.loads((folder / "kvcap.json").read_text())
-    change(said)
-    rewritten(folder, said)
+    manifest = json.loads((folder / "kvcap.json").read_text())
+    change(manifest)
+    rewritten(folder, manifest)
     with pytest.raises(ManifestError, match=says):
         OrtRuntime.from_directory(folder).loop()
 
@@ -610,9 +610,11 @@ def test_weights_that_are_not_listed_are_not_loaded(exported, tmp_path):
     """A graph names the files of its weights; one that nobody vouched for is refused."""
     folder = tmp_path / "shared"
     shutil.copytree(exported("true", MOST), folder)
-    said = json.loads((folder / "kvcap.json").read_text())
-    said["files"] = [entry for entry in said["files"] if entry["file"] != "decoder.onnx.data"]
-    (folder / "kvcap.json").write_text(json.dumps(said))
+    manifest = json.loads((folder / "kvcap.json").read_text())
+    manifest["files"] = [
+        entry for entry in manifest["files"] if entry["file"] != "decoder.onnx.data"
+    ]
+    (folder / "kvcap.json").write_text(json.dumps(manifest))
     with pytest.raises(GraphBroken, match=r"decoder\.onnx\.data.*does not list"):
         OrtRuntime.from_directory(folder)
 
@@ -641,15 +643,15 @@ def test_files_that_a_graph_names_are_found_wherever_they_stand(tmp_path):
 
 
 def test_a_template_that_is_not_listed_is_not_used(copied):
-    said = json.loads((copied / "kvcap.json").read_text())
-    said["files"] = [x for x in said["files"] if x["file"] != "chat_template.jinja"]
-    (copied / "kvcap.json").write_text(json.dumps(said))
+    manifest = json.loads((copied / "kvcap.json").read_text())
+    manifest["files"] = [x for x in manifest["files"] if x["file"] != "chat_template.jinja"]
+    (copied / "kvcap.json").write_text(json.dumps(manifest))
     (copied / "special_tokens_map.json").write_text('{"bos_token": "evil"}')
     tokenizer = OrtRuntime.from_directory(copied).tokenizer
     assert tokenizer.chat_template is None
     assert "evil" not in tokenizer.special_tokens_map.values()
-    said["files"] = [x for x in said["files"] if x["file"] != "tokenizer.json"]
-    (copied / "kvcap.json").write_text(json.dumps(said))
+    manifest["files"] = [x for x in manifest["files"] if x["file"] != "tokenizer.json"]
+    (copied / "kvcap.json").write_text(json.dumps(manifest))
     with pytest.raises(ModelFilesBroken, match=r"there is no tokenizer\.json"):
         OrtRuntime.from_directory(copied)
 
@@ -681,11 +683,11 @@ def test_answers_are_held_to_a_schema_and_say_how_likely_tokens_were(exported, t
         OrtRuntime.from_directory(exported("compact", 48), evict_every=32),
         Runtime.from_pretrained("pocket", dtype="float32", **alike),
     ]
-    said, logprobs = [], []
+    firsts, logprobs = [], []
     for runtime in runtimes:
         session = runtime.session()
         session.set_generation(max_new_tokens=60, json_schema=schema, logprobs=3, do_sample=False)
-        said.append("".join(session.send(FACT)))
+        firsts.append("".join(session.send(FACT)))
         logprobs.append(session.logprobs)
         json.loads("".join(session.send(STORY)))
         session.save(tmp_path / "s")
@@ -694,8 +696,8 @@ def test_answers_are_held_to_a_schema_and_say_how_likely_tokens_were(exported, t
         assert answers[0] == answers[1]
         assert set(json.loads(answers[0])) == {"door", "code"}
         assert session.turn.finish_reason == "stop"
-    assert said[0] == said[1]
-    assert json.loads(said[0])
+    assert firsts[0] == firsts[1]
+    assert json.loads(firsts[0])
     for one, other in zip(*logprobs, strict=True):
         assert one.token == other.token
         assert [x.logprob for x in (one, *one.top)] == pytest.approx(
@@ -709,7 +711,7 @@ def test_evicted_text_is_recalled_as_in_pytorch_and_after_a_restart(exported, tm
         OrtRuntime.from_directory(exported("compact", 48), evict_every=32),
         Runtime.from_pretrained("pocket", "keydiff", dtype="float32", device="cpu", **sizes),
     ]
-    said = []
+    outcomes = []
     for runtime in runtimes:
         session = runtime.session()
         session.set_generation(max_new_tokens=12, do_sample=False)
@@ -727,13 +729,13 @@ def test_evicted_text_is_recalled_as_in_pytorch_and_after_a_restart(exported, tm
             assert "the code for the red door is 77" in one.recall.passages[0].text
             assert one.stats.held_tokens <= 48
             assert not one.cache.pinned_spans
-            said.append((one.messages, one.recall.passages, one.recall.spans, one.read_ids))
+            outcomes.append((one.messages, one.recall.passages, one.recall.spans, one.read_ids))
         session.save(tmp_path / "s")
         loaded = Session.load(runtime, tmp_path / "s")
         loaded.recall.limit = 40
         assert loaded.recall.spans == session.recall.spans
         assert loaded.search("red door") == session.search("red door") != []
-    assert said == [said[0]] * 4
+    assert outcomes == [outcomes[0]] * 4
 
 
 def test_the_index_of_evicted_text_is_planned(tiny):
@@ -901,9 +903,9 @@ def test_an_export_compares_texts_by_its_embedding_table(exported, tmp_path):
     assert runtime.plan.word_vectors
     earlier = tmp_path / "earlier"
     shutil.copytree(exported("compact", MOST), earlier)
-    said = json.loads((earlier / "kvcap.json").read_text())
-    del said["graphs"]["embeddings"]
-    rewritten(earlier, said)
+    manifest = json.loads((earlier / "kvcap.json").read_text())
+    del manifest["graphs"]["embeddings"]
+    rewritten(earlier, manifest)
     OrtRuntime.from_directory(earlier, recall_store=0)  # nothing is recalled, and nothing missing
     with pytest.warns(UserWarning, match="found by words alone.*: kvcap export decoder pocket -o"):
         without = OrtRuntime.from_directory(earlier)

@@ -249,14 +249,14 @@ def test_whoever_looks_at_a_session_finds_its_own_cache(tmp_path: Any, ahead: bo
     runtime = runtime_of()
     alone, sessions = pair(runtime, SAID[:2], 30, eos_token_id=NEVER)
     pieces = alone[0].send("Go on.")
-    said = "".join(next(pieces) for _ in range(8))
+    expected = "".join(next(pieces) for _ in range(8))
     batch, found = runtime.batch(2), ""
     for session in sessions:
         batch.add(session, session.send("Go on."))
-    while len(found) < len(said):
+    while len(found) < len(expected):
         for progress in batch.step():
             found += progress.text if progress.session is sessions[0] else ""
-    assert found == said
+    assert found == expected
     assert sessions[0].cache_away is not None
     seen = sessions[0].loop.cache.seen
     sessions[0].save(tmp_path / "one.kvcap")

@@ -51,11 +51,11 @@ def answered(model, ids, policy="keydiff", budget=24, block=8, **options):
     """What the block loop says, up to the end of text."""
     cache = kvcap.BudgetCache(model.config, budget, block, policy, **options)
     loop = BlockLoop(model, cache)
-    logits, said = loop.prefill(ids), []
-    while len(said) < 8 and 2 not in said:
-        said.append(int(logits.argmax()))
+    logits, written = loop.prefill(ids), []
+    while len(written) < 8 and 2 not in written:
+        written.append(int(logits.argmax()))
         logits = loop.read(logits.argmax(-1, keepdim=True))
-    return said
+    return written
 
 
 @pytest.fixture
@@ -398,8 +398,8 @@ def test_the_decoder_alone_and_a_chat_beside(model, tokens):
         out = model.model(ids)
         assert out.last_hidden_state.shape == (1, 40, 64)
         assert out[CACHE] is capped.cache
-        said = answered(model, ids)  # by the block loop, with a cache of its own
-    assert said == answered(tiny_model("llama"), ids)
+        expected = answered(model, ids)  # by the block loop, with a cache of its own
+    assert expected == answered(tiny_model("llama"), ids)
     decoder = model.model
     with kvcap.cap(decoder, 24, 8) as capped:
         assert decoder(ids)[CACHE].held == 24

@@ -173,8 +173,8 @@ def test_who_may_not_read_a_token_is_refused_alone() -> None:
     expected = "".join(alone[0].send("Hello."))
     sessions[1].on_full = "stop"
     sessions[1].set_generation(max_new_tokens=31)
-    said = "Hello.", TEXTS[1][:120]
-    assert together(runtime.batch(2), sessions, said)[0] == expected
+    questions = "Hello.", TEXTS[1][:120]
+    assert together(runtime.batch(2), sessions, questions)[0] == expected
     assert sessions[1].turn is not None
     assert sessions[1].turn.finish_reason == "full"
 
