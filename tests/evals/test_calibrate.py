@@ -161,9 +161,9 @@ def test_a_table_loads_and_runs(
     for where in ("pocket", *tiny.values()):
         out = str(tmp_path / "heads.json")
         rest = ("-f", text, "-o", out, "--tokens", "64", "--device", "cpu")
-        code, said, err = run(name, where, *rest)
+        code, output, err = run(name, where, *rest)
         assert (code, err) == (0, "")
-        assert said.splitlines()[0] == (
+        assert output.splitlines()[0] == (
             f"{out} written; use it with --policy {name} --policy-option table={out}"
         )
         eviction = kvcap.load_policy(name, table=out, **options)
@@ -182,10 +182,10 @@ def test_a_table_loads_and_runs(
 def test_the_file(run: Any, text: str, tmp_path: Path) -> None:
     out, again = tmp_path / "heads.json", tmp_path / "again.json"
     rest = ("-f", text, "--tokens", "64", "--device", "cpu")
-    code, said, _ = run("headkv", "pocket", *rest, "-o", str(out), "--json")
+    code, output, _ = run("headkv", "pocket", *rest, "-o", str(out), "--json")
     document = json.loads(out.read_text())
     assert code == 0
-    assert json.loads(said) == document
+    assert json.loads(output) == document
     assert set(document) == {"model", "kind", "tokens", "kvcap", "scores"}
     assert (document["model"], document["kind"], document["tokens"]) == ("pocket", "heads", 64)
     assert document["kvcap"] == kvcap.__version__
@@ -199,10 +199,10 @@ def test_the_file(run: Any, text: str, tmp_path: Path) -> None:
 def test_what_is_printed(run: Any, text: str, tmp_path: Path) -> None:
     out = str(tmp_path / "heads.json")
     rest = ("-f", text, "--tokens", "64", "-o", out, "--dtype", "float32", "--device", "cpu")
-    code, said, _ = run("headkv", "pocket", *rest)
+    code, output, _ = run("headkv", "pocket", *rest)
     rows = json.loads(Path(out).read_text())["scores"]
     scores = sorted(score for row in rows for score in row)
-    lines = [line.rsplit(maxsplit=1) for line in said.splitlines()[1:]]
+    lines = [line.rsplit(maxsplit=1) for line in output.splitlines()[1:]]
     assert code == 0
     assert [label.strip() for label, _ in lines[:3]] == ["least", "mean", "most"]
     figures = [scores[0], sum(scores) / 36, scores[-1], *scores[-5:][::-1]]

@@ -167,8 +167,8 @@ def test_answers_are_those_of_generate_where_all_fits(folders: dict[str, str]) -
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
         )
-        said = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-        assert text == said.split("\n")[0]
+        expected = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        assert text == expected.split("\n")[0]
     assert any(answers)
 
 
@@ -264,7 +264,7 @@ def test_a_template_without_system_prompts(monkeypatch: pytest.MonkeyPatch) -> N
 
 @harness
 @pytest.mark.parametrize(
-    ("given", "error", "said"),
+    ("given", "error", "message"),
     [
         ({"windw": 3}, PolicyError, "windw"),
         ({"policy": "keydif"}, PolicyError, "keydiff"),
@@ -276,14 +276,14 @@ def test_a_template_without_system_prompts(monkeypatch: pytest.MonkeyPatch) -> N
         ({"max_gen_toks": 0}, ValueError, "max_gen_toks=0"),
     ],
 )
-def test_refusals(given: dict[str, Any], error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_refusals(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         KvcapLM("pocket", **given, **here)
 
 
 @harness
 @pytest.mark.parametrize(
-    ("given", "error", "said"),
+    ("given", "error", "message"),
     [
         ({"num_beams": 4}, UnsupportedModel, "num_beams"),
         ({"temprature": 1.0}, ValueError, "temprature"),
@@ -292,10 +292,10 @@ def test_refusals(given: dict[str, Any], error: type[Exception], said: str) -> N
     ],
 )
 def test_settings_that_cannot_be_had(
-    given: dict[str, Any], error: type[Exception], said: str
+    given: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     lm = KvcapLM("pocket", budget_tokens=64, max_length=300, **here)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         lm.generate_until(requests("generate_until", (TEXT[:90], given)), disable_tqdm=True)
 
 

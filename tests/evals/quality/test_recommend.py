@@ -72,7 +72,7 @@ def test_what_is_chosen_and_why_others_are_dropped(
     assert (choice.policy, choice.reasons) == (chosen, dropped)
     assert choice.remarks[0].startswith(f"{chosen} is chosen, with a perplexity of ")
     for policy, reason in dropped.items():
-        assert any(said.startswith(f"{policy} is dropped: {reason}") for said in choice.remarks)
+        assert any(remark.startswith(f"{policy} is dropped: {reason}") for remark in choice.remarks)
 
 
 def test_few_facts_weigh_less() -> None:
@@ -107,10 +107,10 @@ def test_random_and_the_uncapped_model_are_never_chosen() -> None:
 
 def test_a_difference_that_may_be_chance_is_said() -> None:
     noisy = PolicyFigures("noisy", 64, 1000, (1.8, 2.6, 1.8, 2.5, 2.2), (1.0,) * 4, 1.0)
-    said = " ".join(choose(beside(row("a"), noisy, row("bad", 0.1))).remarks)
-    assert "noisy is dropped: perplexity 8.3% higher, a difference that may be chance" in said
-    assert "bad is dropped: perplexity 10.5% higher" in said
-    assert said.count("chance") == 1
+    remarks = " ".join(choose(beside(row("a"), noisy, row("bad", 0.1))).remarks)
+    assert "noisy is dropped: perplexity 8.3% higher, a difference that may be chance" in remarks
+    assert "bad is dropped: perplexity 10.5% higher" in remarks
+    assert remarks.count("chance") == 1
 
 
 def test_a_model_that_finds_nothing_uncapped_is_said() -> None:

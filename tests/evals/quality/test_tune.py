@@ -87,14 +87,14 @@ def test_the_last_line_is_a_command_that_runs(
 ) -> None:
     folder = tiny_chat.save(tmp_path / "model", template=False)
     assert cli.run(command(folder, file, "--length", "160", "--dtype", "float32")) == 0
-    said, noted = capsys.readouterr()
-    lines = said.splitlines()
+    out, noted = capsys.readouterr()
+    lines = out.splitlines()
     assert "3 pieces of 160 tokens of a text of 732, the last 80 of each scored; " in lines[0]
     assert "3 facts, one in 512 tokens each (niah_single_2, asked in plain text)" in lines[0]
     assert "this takes at most 5 minutes" in noted
     assert "measuring snapkv, streaming_llm, random, full on pieces of 160 tokens" in noted
     assert "of 5 minutes" in noted.partition("measuring ")[2]
-    table, _, sentences = said.partition("\n\n")[2].partition("\n\n")
+    table, _, sentences = out.partition("\n\n")[2].partition("\n\n")
     assert table.count(" dropped: ") == 1
     assert table.count(" chosen ") == 2  # a heading has it, too
     assert sentences.count(" is dropped: ") == sentences.count(" is chosen, ") == 1
@@ -206,10 +206,10 @@ def test_nothing_is_recommended_where_random_is_better(
     monkeypatch.setattr(recommend, "SAME", -10.0)  # no cost is below that of random eviction
     given = command(folder, file, "--length", "100")
     assert cli.run(given) == 1
-    said, noted = capsys.readouterr()
-    assert "snapkv is worse than random eviction" in said
-    assert "kvcap generate" not in said
-    assert said.endswith("\n\n")  # no sentence stands where a script reads the command
+    out, noted = capsys.readouterr()
+    assert "snapkv is worse than random eviction" in out
+    assert "kvcap generate" not in out
+    assert out.endswith("\n\n")  # no sentence stands where a script reads the command
     assert "give a larger budget" in noted
     assert cli.run([*given, "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
@@ -218,7 +218,7 @@ def test_nothing_is_recommended_where_random_is_better(
 
 
 @pytest.mark.parametrize(
-    ("text", "more", "said"),
+    ("text", "more", "message"),
     [
         (" \n", [], "the text is empty"),
         (
@@ -245,7 +245,7 @@ def test_nothing_is_recommended_where_random_is_better(
 def test_refusals_come_before_the_model_is_loaded(
     text: str,
     more: list[str],
-    said: str,
+    message: str,
     folder: str,
     tmp_path: Path,
     kvcap: Any,
@@ -254,7 +254,7 @@ def test_refusals_come_before_the_model_is_loaded(
     monkeypatch.setattr(Runtime, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
     file = tmp_path / "text.txt"
     file.write_text(text)
-    assert said in kvcap.refused(*command(folder, str(file), *more))
+    assert message in kvcap.refused(*command(folder, str(file), *more))
 
 
 def test_too_little_time_is_refused_and_says_how_much_would_do(
@@ -263,9 +263,9 @@ def test_too_little_time_is_refused_and_says_how_much_would_do(
     monkeypatch.setattr(tune, "_pace", lambda *_: tune._Pace(predict=2.0, read=1.0, write=1.0))
     monkeypatch.setattr(tune, "_measure", lambda *_: pytest.fail("measured"))
     assert cli.run(command(folder, file)) == 2
-    said = capsys.readouterr().err
-    assert "--minutes 5 are too few: the model reads 1 tokens a second here" in said
-    assert "give --minutes 58, or a smaller budget" in said
+    err = capsys.readouterr().err
+    assert "--minutes 5 are too few: the model reads 1 tokens a second here" in err
+    assert "give --minutes 58, or a smaller budget" in err
 
 
 @pytest.mark.parametrize(

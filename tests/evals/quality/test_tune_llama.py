@@ -111,7 +111,7 @@ def test_policies_are_measured_as_conversations_run_them(policy: str, file: str)
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (["--policies", "lagkv,snapkv"], "policy 'snapkv' looks at"),
         (["--dtype", "float32"], "--backend torch"),
@@ -120,11 +120,11 @@ def test_policies_are_measured_as_conversations_run_them(policy: str, file: str)
     ],
 )
 def test_refusals(
-    more: list[str], said: str, tune_command: list[str], capsys: pytest.CaptureFixture[str]
+    more: list[str], message: str, tune_command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     capped = [part for part in tune_command if "--memory-cap" not in more or part not in SIZES[:2]]
     assert cli.run([*capped, *more]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_policies_that_observe_queries_are_left_out_and_said(file: str) -> None:
