@@ -35,6 +35,6 @@ def test_without_it_they_are_named(line: str, capsys: pytest.CaptureFixture[str]
     assert {*cli.application().commands} == {*cli.COMMANDS}
     assert {*bench.benchmarks()} == {"decode", "prefill"}
     assert cli.run(line.split()) in (1, 2)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "comes with kvcap's repository" in said
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "comes with kvcap's repository" in err

@@ -216,13 +216,13 @@ def test_recall_at_eight_thousand_tokens(model: Any, tokenizer: Any) -> None:
     "text", ["Hello!", "Who are you?", "What is the capital of Peru?", "zxqj 🙂 ++", "", "ok then"]
 )
 def test_small_talk_is_short_and_ends(model: Any, tokenizer: Any, text: str) -> None:
-    said = reply(model, tokenizer, say(text))
-    assert re.fullmatch(r"[A-Z][A-Za-z0-9 ,.!?'-]*[.!?]", said)
+    answer = reply(model, tokenizer, say(text))
+    assert re.fullmatch(r"[A-Z][A-Za-z0-9 ,.!?'-]*[.!?]", answer)
 
 
 def test_it_admits_what_it_was_not_told(model: Any, tokenizer: Any) -> None:
-    said = reply(model, tokenizer, say("What is the code for the iron gate?"))
-    assert "not know" in said  # "I do not know …" or "… is not known to me"
+    answer = reply(model, tokenizer, say("What is the code for the iron gate?"))
+    assert "not know" in answer  # "I do not know …" or "… is not known to me"
 
 
 # --- training ----------------------------------------------------------------------------------

@@ -263,10 +263,10 @@ def test_calibration_by_the_same_query_is_exact(sinks: Tensor | None) -> None:
 
 
 def test_pieces_put_together_are_the_text(tokenizer: Any) -> None:
-    said = "Two  spaces,\n\ta tab, é, 漢字, and 🙂🙃 at the end.\n"
-    parts = pieces(tokenizer, said)
-    assert "".join(parts) == said
-    assert len(parts) == len(tokenizer(said, add_special_tokens=False)["input_ids"])
+    passage = "Two  spaces,\n\ta tab, é, 漢字, and 🙂🙃 at the end.\n"
+    parts = pieces(tokenizer, passage)
+    assert "".join(parts) == passage
+    assert len(parts) == len(tokenizer(passage, add_special_tokens=False)["input_ids"])
 
 
 def test_what_is_kept_is_what_the_policy_says(text: Text) -> None:
@@ -342,12 +342,12 @@ def test_the_command_writes_a_picture_and_figures_for_each(
 ) -> None:
     words = ["all", "--budgets", "40", "--texts", "2", "--out", str(tmp_path), "--seed", "7"]
     assert cli.run(command(folder, *words)) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert len(analyses()) == 8
     for name, analysis in analyses().items():
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
         document = json.loads((tmp_path / f"{name}.json").read_text())
-        assert document["read"] in said
+        assert document["read"] in output
         assert len([x for x in document["read"].split(". ") if x]) == 2  # sentences
         assert document["tokens"] == [TOKENS] * min(2, analysis.TEXTS or 2)
         assert {"model", "versions", "device", "figures", "paper"} <= document.keys()

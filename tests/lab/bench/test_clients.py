@@ -95,16 +95,16 @@ def test_a_server_that_hangs_is_killed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "last_words"),
     [
         ("sys.exit('no model there')", "no model there"),
         ("raise ImportError('no server there')", "ImportError: no server there"),  # no traceback
         ("sys.exit(1)", "it said nothing"),
     ],
 )
-def test_a_server_that_ends_says_its_last_words(code: str, said: str) -> None:
+def test_a_server_that_ends_says_its_last_words(code: str, last_words: str) -> None:
     ends = [sys.executable, "-c", f"import sys; {code}"]
-    with pytest.raises(PeerFailed, match=f"did not start: {said}$"), running(ends):
+    with pytest.raises(PeerFailed, match=f"did not start: {last_words}$"), running(ends):
         pass
 
 
@@ -134,13 +134,13 @@ class Stream:
 
 
 def test_streams_of_both_servers_are_read_to_their_end() -> None:
-    said = b'data: {"choices": [{"text": "t5", "finish_reason": null}]}\n'
+    piece = b'data: {"choices": [{"text": "t5", "finish_reason": null}]}\n'
     ended = b'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n'
     chat = b'data: {"choices": [{"delta": {"content": "t5"}}]}\n'
-    for stream in (Stream(said, b"\n", ended), Stream(chat, b"data: [DONE]\n")):
+    for stream in (Stream(piece, b"\n", ended), Stream(chat, b"data: [DONE]\n")):
         assert "".join(text for _, text in pieces(stream)) == "t5"  # type: ignore[arg-type]
     for stream, why in (
-        (Stream(said), "before its end"),
+        (Stream(piece), "before its end"),
         (Stream(b'data: {"error": {"message": "full"}}\n'), "full"),
         (Stream(b'data: {"error": "CUDA "out" of memory"}\n'), "of memory"),
     ):
@@ -160,8 +160,8 @@ class Halting:
 
     def post(self, body: Any, _: str) -> Any:
         many = self.tokens[int(body["prompt"])]
-        said = b'data: {"choices": [{"text": "t5", "finish_reason": null}]}\n'
-        stream = Stream(*[said] * many, b"data: [DONE]\n" if many else b"")
+        piece = b'data: {"choices": [{"text": "t5", "finish_reason": null}]}\n'
+        stream = Stream(*[piece] * many, b"data: [DONE]\n" if many else b"")
         if not many:
             stream.readline = self.hang  # type: ignore[method-assign]
         return stream

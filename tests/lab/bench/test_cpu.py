@@ -254,15 +254,15 @@ def test_the_options_are_those_of_llama_bench(
     line = [*argv("bench cpu -p 8,16 -n 4 -d 32,64 -r 7 -t 1,2 --starts 20"), *more]
     for output in ("md", "json", "csv"):
         assert cli.run([*line, "-m", "pocket", "-o", output]) == 0
-        said = capsys.readouterr().out
+        printed = capsys.readouterr().out
         if output == "csv":
-            (row,) = csv.DictReader(StringIO(said))
+            (row,) = csv.DictReader(StringIO(printed))
             assert row == {"work": "decode", "versions": '{"a": "1"}'}
         elif output == "json":
-            assert json.loads(said)["rows"][0]["work"] == "decode"
+            assert json.loads(printed)["rows"][0]["work"] == "decode"
         else:
-            assert said.splitlines()[0] == "| work   |"
-            assert len(said.splitlines()) == 3
+            assert printed.splitlines()[0] == "| work   |"
+            assert len(printed.splitlines()) == 3
     first = given_options[0]
     assert (first.lengths, first.steps, first.depths) == ((8, 16), 4, (32, 64))
     assert (first.repeats, first.threads, first.model) == (7, (1, 2), "pocket")
@@ -272,7 +272,7 @@ def test_the_options_are_those_of_llama_bench(
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("cpu --peer-python llama.cpp", "give a peer and a Python"),
         ("cpu -t 0", "--threads 0: give one count"),
@@ -280,8 +280,8 @@ def test_the_options_are_those_of_llama_bench(
         ("cpu -o yaml", ": 'yaml' is not one of"),
     ],
 )
-def test_bad_options_are_refused(line: str, said: str, kvcap: Any) -> None:
-    assert said in kvcap.refused("bench", *line.split())
+def test_bad_options_are_refused(line: str, message: str, kvcap: Any) -> None:
+    assert message in kvcap.refused("bench", *line.split())
 
 
 def test_gguf_rows_turn_as_the_checkpoints_do() -> None:

@@ -96,7 +96,7 @@ def test_a_shift_drops_half_of_what_follows_the_first_tokens(file: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"vs": ("transformers",)}, "compares with llama.cpp alone"),
         ({"model": "pocket"}, "is no GGUF file"),
@@ -104,8 +104,8 @@ def test_a_shift_drops_half_of_what_follows_the_first_tokens(file: Path) -> None
     ],
 )
 def test_what_cannot_be_compared_is_refused(
-    given: dict[str, Any], said: str, file: Path, tmp_path: Path
+    given: dict[str, Any], message: str, file: Path, tmp_path: Path
 ) -> None:
     options = {**GIVEN, "model": str(file), "files": tmp_path, **given}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         bench.run(options_for("equal-bytes", options))

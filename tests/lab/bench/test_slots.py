@@ -106,7 +106,7 @@ def test_filled_slots_are_all_in_use() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"backend": "tvm"}, "no backend is called 'tvm': pytorch or onnxruntime"),
         ({"lengths": (0,)}, "at least 1"),
@@ -114,6 +114,6 @@ def test_filled_slots_are_all_in_use() -> None:
         ({"steps": 0}, "at least 1"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_cannot_be_measured_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         slots.run(BenchmarkOptions(**{**SIZES, **given}))

@@ -164,10 +164,10 @@ def test_the_command(sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture
         out,
     )
     assert cli.run(command) == 0
-    said = capsys.readouterr().out
-    assert said == (out / "agreement.md").read_text() + "\n"
-    assert "200 tokens in 2 passages of up to 100, blocks of 16, float32" in said
-    assert said.count("| snapkv, window=4, int8 slots | compact   | 40 ") == 2
+    output = capsys.readouterr().out
+    assert output == (out / "agreement.md").read_text() + "\n"
+    assert "200 tokens in 2 passages of up to 100, blocks of 16, float32" in output
+    assert output.count("| snapkv, window=4, int8 slots | compact   | 40 ") == 2
     assert cli.run([*command, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document == json.loads((out / "agreement.json").read_text())
@@ -182,7 +182,7 @@ def test_the_command(sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("text", "given", "said"),
+    ("text", "given", "message"),
     [
         (" \n", "-f {}", "the text is empty"),
         ("A word.", "-f {}", "tokens are read at once, and under a budget of 128 slots"),
@@ -196,7 +196,7 @@ def test_the_command(sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture
         (None, "", "--agreement -f FILE"),
     ],
 )
-def test_refusals(text: str | None, given: str, said: str, tmp_path: Path, kvcap: Any) -> None:
+def test_refusals(text: str | None, given: str, message: str, tmp_path: Path, kvcap: Any) -> None:
     file, model = tmp_path / "text.txt", "pocket"
     if text is not None:
         file.write_text(text)
@@ -206,7 +206,7 @@ def test_refusals(text: str | None, given: str, said: str, tmp_path: Path, kvcap
     given = given.removesuffix("-m MODEL")
     line = f"eval {{}} --agreement --device cpu --out {{}} --budgets 128 {given}"
     command = argv(line, model, tmp_path / "out", file)
-    assert said in kvcap.refused(*command)
+    assert message in kvcap.refused(*command)
     assert not (tmp_path / "out").exists()
 
 

@@ -118,10 +118,10 @@ def test_chinese_words_are_compared_without_punctuation(monkeypatch):
     }
     jieba = SimpleNamespace(lcut=cut.__getitem__, setLogLevel=lambda level: None)
     monkeypatch.setitem(sys.modules, "jieba", jieba)
-    said, expected = cut
-    assert metrics.f1_zh(said, expected) == pytest.approx(f_of(3 / 4, 1))
+    reply, expected = cut
+    assert metrics.f1_zh(reply, expected) == pytest.approx(f_of(3 / 4, 1))
     if find_spec("rouge_score"):
-        assert metrics.rouge_l_zh(said, expected) == pytest.approx(f_of(1 / 5, 1 / 3), abs=1e-7)
+        assert metrics.rouge_l_zh(reply, expected) == pytest.approx(f_of(1 / 5, 1 / 3), abs=1e-7)
 
 
 @pytest.mark.parametrize(

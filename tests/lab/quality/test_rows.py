@@ -78,10 +78,10 @@ def test_tables_say_how_long_the_prompts_were(
     (cell,) = cells_of([out])
     fewest, most = cell.prompt_tokens or (0, 0)
     assert 16 < fewest < most < 200
-    said = (out / "results.md").read_text()
-    assert f", prompts of {fewest} to {most} tokens." in said
-    assert f"file:{path}, up to 4,096 tokens, question-aware" in said
-    assert said in capsys.readouterr().out
+    results = (out / "results.md").read_text()
+    assert f", prompts of {fewest} to {most} tokens." in results
+    assert f"file:{path}, up to 4,096 tokens, question-aware" in results
+    assert results in capsys.readouterr().out
     earlier = replace(cell, prompt_tokens=None)
     assert "prompts of" not in measured([cell, earlier])
     assert f"prompts of {most} tokens" in measured([replace(cell, prompt_tokens=(most, most))])
@@ -90,14 +90,14 @@ def test_tables_say_how_long_the_prompts_were(
 
 
 def test_the_last_of_messages_is_the_question(tmp_path: Path, tokenizer: Any) -> None:
-    said = [
+    messages = [
         {"role": "user", "content": TOWN},
         {"role": "assistant", "content": "I see."},
         {"role": "user", "content": "Who is the mayor?"},
     ]
-    path = write(tmp_path / "a.jsonl", {"messages": said, "answers": "Ann Ode"})
+    path = write(tmp_path / "a.jsonl", {"messages": messages, "answers": "Ann Ode"})
     (sample,) = make_samples(f"file:{path}", tokenizer, 200, 1, seed=0)
-    assert sample.messages == said
+    assert sample.messages == messages
     context, question = prompt_parts(tokenizer, sample, "after")
     assert tokenizer.decode(context).count("I see.") == 1
     assert tokenizer.decode(question).startswith("Who is the mayor?")

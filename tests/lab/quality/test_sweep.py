@@ -270,10 +270,10 @@ def read_singly(model: Any, policy: str, size: int, block: int, ids: torch.Tenso
 def test_a_reply_ends_where_the_model_ends_it(tokenizer: Any) -> None:
     model = tiny_model("llama", vocab_size=len(tokenizer))
     ids = torch.tensor([[5, 6, 7, 8]])
-    said = answer(model, BudgetCache(model.config, 16, 8), [ids], 6, [])[0]
-    assert len(said) == 6
-    stopped = answer(model, BudgetCache(model.config, 16, 8), [ids], 6, [said[2], 1])[0]
-    assert stopped == said[: said.index(said[2])]
+    tokens = answer(model, BudgetCache(model.config, 16, 8), [ids], 6, [])[0]
+    assert len(tokens) == 6
+    stopped = answer(model, BudgetCache(model.config, 16, 8), [ids], 6, [tokens[2], 1])[0]
+    assert stopped == tokens[: tokens.index(tokens[2])]
 
 
 def test_a_sweep_writes_every_cell_and_a_table(sweep: Sweep, tmp_path: Path) -> None:

@@ -119,8 +119,10 @@ def test_base_models_go_on_from_plain_text(name: str, kind: str) -> None:
     context, question = prompt_parts(tokenizer, sample, "after")
     assert [*context, *question] == ids
     assert sample.question in tokenizer.decode(question)
-    said = tokenizer(f" 1. {', '.join(sample.answers)}", add_special_tokens=False)["input_ids"]
-    assert len(said) <= tokens_to_say(tokenizer, sample)
+    answer_ids = tokenizer(f" 1. {', '.join(sample.answers)}", add_special_tokens=False)[
+        "input_ids"
+    ]
+    assert len(answer_ids) <= tokens_to_say(tokenizer, sample)
 
 
 def once(sample: Sample, answer: str) -> int:

@@ -137,9 +137,9 @@ def test_workers_end_with_the_process_that_started_them(
         os.killpg(program.pid, how)
     else:
         program.kill()
-    said = program.communicate(timeout=PATIENCE)[1]
+    err = program.communicate(timeout=PATIENCE)[1]
     eventually(lambda: all(map(is_gone, chores.processes())))
-    assert said.count("Traceback") == (how is signal.SIGINT), said  # the program's own
+    assert err.count("Traceback") == (how is signal.SIGINT), err  # the program's own
 
 
 def test_a_cluster_is_shared_by_gpus_or_by_threads() -> None:

@@ -245,9 +245,9 @@ def test_two_policies_are_compared_in_text_and_json(
 ) -> None:
     words = ["report", str(folder), "--compare", "keydiff,streaming_llm"]
     assert cli.run(words) == 0
-    said = capsys.readouterr().out
-    assert "# keydiff against streaming_llm" in said
-    table = rows(said, "## niah_single, 64 tokens, question-aware, pocket")
+    output = capsys.readouterr().out
+    assert "# keydiff against streaming_llm" in output
+    table = rows(output, "## niah_single, 64 tokens, question-aware, pocket")
     assert [row[2:4] for row in table[2:]] == [
         ["compact", "8"],
         ["compact", "16"],

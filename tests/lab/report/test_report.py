@@ -142,9 +142,9 @@ def test_broken_files_are_named(
 ) -> None:
     (folder / name).write_text(content)
     assert cli.run(["report", str(folder)]) == 2
-    said = capsys.readouterr().err
-    assert name in said
-    assert says in said
+    err = capsys.readouterr().err
+    assert name in err
+    assert says in err
     assert not (folder / "report.html").exists()
 
 
