@@ -173,24 +173,24 @@ def checkpoint(tmp_path_factory):
 
 def test_pieces_are_spread_over_the_text(monkeypatch):
     tokenizer = load_tokenizer(str(pocket.path()))
-    said = text()
-    ids = tokenizer(said, add_special_tokens=False)["input_ids"]
+    sample = text()
+    ids = tokenizer(sample, add_special_tokens=False)["input_ids"]
     assert LEAST <= len(ids) <= MOST
-    whole = pieces(tokenizer, said, 100)
+    whole = pieces(tokenizer, sample, 100)
     assert whole.shape[0] * whole.shape[1] > len(ids) - 100
     assert whole.shape[1] == 100
     monkeypatch.setattr(calibrating, "MOST", 1000)
-    parts = pieces(tokenizer, said, 10_000)
+    parts = pieces(tokenizer, sample, 10_000)
     assert parts.shape == (1, 512)
     monkeypatch.setattr(calibrating, "PIECE", 250)
-    parts = pieces(tokenizer, said, 10_000)
+    parts = pieces(tokenizer, sample, 10_000)
     assert parts.shape == (4, 250)
     assert parts[0].tolist() == ids[:250]
     assert parts[-1].tolist() == ids[-250:]
     with pytest.raises(NotExportable, match=r"has [\d,]+ tokens, and at least 2,048"):
         pieces(tokenizer, text(20), 512)
     with pytest.raises(NotExportable, match="no tokenizer"):
-        pieces(None, said, 512)
+        pieces(None, sample, 512)
 
 
 @pytest.mark.slow

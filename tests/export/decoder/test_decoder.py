@@ -196,7 +196,7 @@ def test_the_runner_in_the_documentation_runs(shelf, capsys):
 
 def test_the_manifest_says_what_a_runner_needs(shelf):
     folder = shelf / "made"
-    said, session = (
+    manifest, session = (
         facts(folder),
         library("onnxruntime").InferenceSession(
             str(folder / "decoder.onnx"), providers=["CPUExecutionProvider"]
@@ -206,20 +206,20 @@ def test_the_manifest_says_what_a_runner_needs(shelf):
     for kind, real in (("inputs", session.get_inputs()), ("outputs", session.get_outputs())):
         stated = [
             (p["name"], f"tensor({types[p['dtype']]})", [a["size"] for a in p["axes"]])
-            for p in said[kind]
+            for p in manifest[kind]
         ]
         assert stated == [(p.name, p.type, list(p.shape)) for p in real]
-    held = sum(np.zeros(s["full"], s["dtype"]).nbytes for s in said["state"])
-    assert said["state_bytes"] == held == 2 * 2 * (BUDGET + BLOCK) * (2 * 16 * 4 + 4)
-    listed = {entry["file"]: entry["bytes"] for entry in said["files"]}
+    held = sum(np.zeros(s["full"], s["dtype"]).nbytes for s in manifest["state"])
+    assert manifest["state_bytes"] == held == 2 * 2 * (BUDGET + BLOCK) * (2 * 16 * 4 + 4)
+    listed = {entry["file"]: entry["bytes"] for entry in manifest["files"]}
     assert listed == {p.name: p.stat().st_size for p in folder.iterdir() if p.name != MANIFEST}
-    assert said["model"]["weights_bytes"] == listed["decoder.onnx.data"]
-    assert said["generation"]["eos_token_id"] == [2, 5]
-    assert said["generation"]["temperature"] == 0.5
-    assert said["tokenizer"]["chat_template"] == "chat_template.jinja"
-    assert said["opset"] == 18
-    assert said["policy"]["pins"] == {"sinks": 2, "recents": [0, 0]}
-    assert said["verified"]["ok"]
+    assert manifest["model"]["weights_bytes"] == listed["decoder.onnx.data"]
+    assert manifest["generation"]["eos_token_id"] == [2, 5]
+    assert manifest["generation"]["temperature"] == 0.5
+    assert manifest["tokenizer"]["chat_template"] == "chat_template.jinja"
+    assert manifest["opset"] == 18
+    assert manifest["policy"]["pins"] == {"sinks": 2, "recents": [0, 0]}
+    assert manifest["verified"]["ok"]
     assert read(folder)
 
 
@@ -257,17 +257,17 @@ def test_graphs_of_policies_and_types(policy, positions, dtype, tmp_path):
     )
     made = decoder(policy=policy, positions=positions, **sizes)
     model = made.model.half() if dtype == "fp16" else made.model
-    said, report = write(Source("tiny", model, None), made.layout, dtype, tmp_path / "x", True)
+    manifest, report = write(Source("tiny", model, None), made.layout, dtype, tmp_path / "x", True)
     assert report.ok
     assert not report.ties
-    slots = {s["layer"]: s["full"][2] for s in said["state"] if s["name"] == "keys"}
-    assert list(slots.values()) == [budget + BLOCK for budget in said["budgets"]]
-    assert len(said["evictors"]) == len(set(said["budgets"]))
-    types = {s["dtype"] for s in said["state"] if s["name"] == "keys"}
+    slots = {s["layer"]: s["full"][2] for s in manifest["state"] if s["name"] == "keys"}
+    assert list(slots.values()) == [budget + BLOCK for budget in manifest["budgets"]]
+    assert len(manifest["evictors"]) == len(set(manifest["budgets"]))
+    types = {s["dtype"] for s in manifest["state"] if s["name"] == "keys"}
     assert types == {"float16" if dtype == "fp16" and positions == "true" else "float32"}
     weights = {x.name: x for x in onnx.load(str(tmp_path / "x/decoder.onnx")).graph.initializer}
     numbers = sum(p.numel() for p in model.parameters())
-    size = said["model"]["weights_bytes"] / numbers
+    size = manifest["model"]["weights_bytes"] / numbers
     assert size < {"fp32": 4.3, "fp16": 2.1, "int8": 1.2, "int4": 0.85}[dtype]  # with scales, zeros
     assert weights
 
@@ -471,19 +471,21 @@ def test_another_model_than_that_of_the_export_is_refused(copied):
     ({"positions": "true"}, ShapeError),
 ])  # fmt: skip
 def test_a_manifest_that_says_something_else(copied, change, error):
-    said = facts(copied)
+    manifest = facts(copied)
     if "model" in change:
-        change = {"model": {**said["model"], **change["model"]}}
-    (copied / MANIFEST).write_text(json.dumps({**said, **change}))
+        change = {"model": {**manifest["model"], **change["model"]}}
+    (copied / MANIFEST).write_text(json.dumps({**manifest, **change}))
     with pytest.raises(error):
         verify_decoder(copied, quick=True).require()
 
 
 def admit(folder: Path, name: str) -> None:
     """Let the manifest say of a file what it is now."""
-    said = facts(folder)
-    entries = [file_entry(folder / e["file"]) if e["file"] == name else e for e in said["files"]]
-    (folder / MANIFEST).write_text(json.dumps({**said, "files": entries}))
+    manifest = facts(folder)
+    entries = [
+        file_entry(folder / e["file"]) if e["file"] == name else e for e in manifest["files"]
+    ]
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "files": entries}))
 
 
 def half_its_weights(folder: Path) -> None:

@@ -97,21 +97,21 @@ def test_a_repeated_layer_is_a_traced_one(family, policy, tmp_path, monkeypatch)
     changes = {"hidden_act": "gelu_pytorch_tanh"} if family == "gelu" else {}
     model, layout = made("llama" if changes else family, policy, **changes)
     assert enough(kinds_of(model, layout)) == 3
-    said, report = write(Source("tiny", model, None), layout, "fp32", tmp_path / "x", True)
+    manifest, report = write(Source("tiny", model, None), layout, "fp32", tmp_path / "x", True)
     assert repeated == [True]
     assert report.ok
     assert len(model.model.layers) == model.config.num_hidden_layers == LAYERS
-    names = [port["name"] for port in said["inputs"]]
+    names = [port["name"] for port in manifest["inputs"]]
     graph = onnx.load(str(tmp_path / "x/decoder.onnx"), load_external_data=False).graph
     assert [value.name for value in graph.input] == names
-    assert [value.name for value in graph.output] == [port["name"] for port in said["outputs"]]
+    assert [value.name for value in graph.output] == [port["name"] for port in manifest["outputs"]]
     counts = [name for name in names if name.startswith("keys.")]
     assert counts == [f"keys.{layer}" for layer in range(LAYERS)]
     kinds = [node.op_type for node in graph.node]
     assert kinds.count("GroupQueryAttention") == LAYERS
     assert kinds.count("RotaryEmbedding") == (0 if policy == "keydiff" else 2 * LAYERS)
     assert kinds.count("Cos") == kinds.count("Sin") == 1  # all layers share them
-    assert [entry["layers"] for entry in said["evictors"]] == [list(range(LAYERS))]
+    assert [entry["layers"] for entry in manifest["evictors"]] == [list(range(LAYERS))]
 
 
 ALTERNATING = {
@@ -149,11 +149,15 @@ def test_layers_that_alternate_are_repeated_by_their_kind(
     monkeypatch.setattr(writing, "repeat", repeated)
     source = Source("tiny", model, None)
     for name in ("repeated", "whole"):
-        said, report = write(source, layout, "fp32", tmp_path / name, True, kv_dtype=kv_dtype)
+        manifest, report = write(source, layout, "fp32", tmp_path / name, True, kv_dtype=kv_dtype)
         assert report.ok
         graph = onnx.load(str(tmp_path / name / "decoder.onnx"), load_external_data=False).graph
-        assert [value.name for value in graph.input] == [port["name"] for port in said["inputs"]]
-        assert [value.name for value in graph.output] == [port["name"] for port in said["outputs"]]
+        assert [value.name for value in graph.input] == [
+            port["name"] for port in manifest["inputs"]
+        ]
+        assert [value.name for value in graph.output] == [
+            port["name"] for port in manifest["outputs"]
+        ]
         counts.append(Counter(node.op_type for node in graph.node))
         monkeypatch.setattr(writing, "enough", lambda kinds: None)
     assert done == [True]
@@ -343,10 +347,10 @@ def test_a_model_whose_layers_all_differ_is_not_loaded_either(checkpoint, tmp_pa
     layout = layout_for(config, CacheSettings(24, 4, eviction))
     assert enough(kinds_of(empty_model(where, config, torch.float32), layout)) is None
     source = open_model(where, "fp32")
-    said, report = write(source, layout, "fp32", tmp_path / "x", True)
+    manifest, report = write(source, layout, "fp32", tmp_path / "x", True)
     assert report.ok
     assert {row.who.partition(", ")[2] for row in report.rows} == {"", "3 layers"}
-    written = {entry["file"] for entry in said["evictors"]}
+    written = {entry["file"] for entry in manifest["evictors"]}
     assert {path.name for path in (tmp_path / "x").glob("evictor*")} == written
     assert len(written) > 3
     assert all(parameter.is_meta for parameter in source.model.parameters())

@@ -219,10 +219,10 @@ def test_the_graph_is_its_module(family, positions, tmp_path, monkeypatch):
      ("obcache", "true", "fp32"), ("pyramidkv", "compact", "fp32"), ("snapkv", "true", "fp16")],
 )  # fmt: skip
 def test_policies_and_types_of_weights(policy, positions, dtype, tmp_path):
-    said, report = exported(tmp_path / "out", "llama", policy, positions, dtype)
+    manifest, report = exported(tmp_path / "out", "llama", policy, positions, dtype)
     assert report.ok
-    assert said["kv_dtype"] == "int8"
-    kinds = {(entry["name"], entry["dtype"]) for entry in said["state"]}
+    assert manifest["kv_dtype"] == "int8"
+    kinds = {(entry["name"], entry["dtype"]) for entry in manifest["state"]}
     assert {("keys", "int8"), ("values", "int8")} <= kinds
     assert (("arrived", "int8") in kinds) == (positions == "compact")
 

@@ -177,12 +177,12 @@ def shelf(tmp_path_factory):
 
 
 def test_its_manifest_says_which_layers_slide(shelf):
-    said = json.loads((shelf / "decoder" / MANIFEST).read_text())
-    assert said["windows"] == [12, None, 12]
-    assert said["budgets"] == [11, 24, 11]
-    assert [entry["layers"] for entry in said["evictors"]] == [[1]]
-    assert {x["name"] for x in said["state"] if x["layer"] != 1} == {"keys", "values"}
-    assert any("windows" in line for line in said["rule"])
+    manifest = json.loads((shelf / "decoder" / MANIFEST).read_text())
+    assert manifest["windows"] == [12, None, 12]
+    assert manifest["budgets"] == [11, 24, 11]
+    assert [entry["layers"] for entry in manifest["evictors"]] == [[1]]
+    assert {x["name"] for x in manifest["state"] if x["layer"] != 1} == {"keys", "values"}
+    assert any("windows" in line for line in manifest["rule"])
 
 
 def test_python_runs_it_by_its_directory(shelf):
@@ -233,18 +233,18 @@ def test_a_conversation_goes_on_from_a_file(shelf, tmp_path):
 
 
 @pytest.mark.parametrize(("change", "why"), [
-    (lambda said: said["windows"].pop(), "windows: not said of each layer"),
-    (lambda said: said["windows"].__setitem__(0, 20), "other than its tokens but one"),
-    (lambda said: said.update(windows=[12, 25, 12]), "none is left for the policy"),
-    (lambda said: said["rotates"].__setitem__(0, True), "counts no ranks"),
-    (lambda said: said["evictors"][0]["layers"].append(0), "evictors"),
-    (lambda said: said.update(windows=["12", None, 12]), "windows"),
+    (lambda manifest: manifest["windows"].pop(), "windows: not said of each layer"),
+    (lambda manifest: manifest["windows"].__setitem__(0, 20), "other than its tokens but one"),
+    (lambda manifest: manifest.update(windows=[12, 25, 12]), "none is left for the policy"),
+    (lambda manifest: manifest["rotates"].__setitem__(0, True), "counts no ranks"),
+    (lambda manifest: manifest["evictors"][0]["layers"].append(0), "evictors"),
+    (lambda manifest: manifest.update(windows=["12", None, 12]), "windows"),
 ])  # fmt: skip
 def test_a_manifest_that_contradicts_itself_is_refused(change, why, shelf, tmp_path):
     folder = shutil.copytree(shelf / "decoder", tmp_path / "made")
-    said = json.loads((folder / MANIFEST).read_text())
-    change(said)
-    (folder / MANIFEST).write_text(json.dumps(said))
+    manifest = json.loads((folder / MANIFEST).read_text())
+    change(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(ManifestError, match=why):
         Runtime.from_pretrained(folder)
 

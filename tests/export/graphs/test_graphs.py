@@ -78,21 +78,21 @@ def copied(shelf, tmp_path):
     return tmp_path / source.name
 
 
-def said(file: Path) -> dict:
+def manifest_of(file: Path) -> dict:
     return json.loads(file.with_suffix(".json").read_text())
 
 
 def altered(file: Path, model: onnx.ModelProto) -> None:
     """Another graph under a manifest that admits to it."""
     file.write_bytes(model.SerializeToString())
-    manifest = said(file)
+    manifest = manifest_of(file)
     manifest["graph"]["sha256"] = sha256(file)
     file.with_suffix(".json").write_text(json.dumps(manifest))
 
 
 def matched(file: Path, long: bool = True) -> dict:
     """Return the manifest of a graph that was found to match eager at every number of slots."""
-    manifest = said(file)
+    manifest = manifest_of(file)
     slots = [case["slots"] for case in manifest["verified"]["cases"]]
     assert slots == [1, 2, 40, 50, 50, 50, 50, *[8192] * long]
     assert manifest["verified"]["ok"]
@@ -160,7 +160,9 @@ def test_scores_are_exported_in_float16(name, shelf):
     long = not load_policy(name).policy.compares_pairs
     types = {port["name"]: port["dtype"] for port in matched(file, long)["inputs"]}
     assert types.get("keys", "float16") == types.get("values", "float16") == "float16"
-    assert said(file)["outputs"][0]["dtype"] == "float32"  # worth is never rounded to float16
+    assert (
+        manifest_of(file)["outputs"][0]["dtype"] == "float32"
+    )  # worth is never rounded to float16
 
 
 @pytest.mark.slow
@@ -214,7 +216,7 @@ def test_keydiff_with_other_metrics(options, tmp_path):
 def test_static_shapes(name, stage, tmp_path):
     shape = Shape(kv_heads=3, heads=6, head_dim=16, block=10, budget=40, slots=50)
     file, _ = export(tmp_path, name, stage, shape=shape)
-    for value in (v for p in ("inputs", "outputs") for v in said(file)[p]):
+    for value in (v for p in ("inputs", "outputs") for v in manifest_of(file)[p]):
         assert all(isinstance(axis["size"], int) for axis in value["axes"])
     assert file.stat().st_size <= 8192  # no constant of a size that grows with the slots
 
@@ -292,11 +294,11 @@ def test_an_anchor_follows_what_is_evicted_without_the_evict_graph(shelf):
 
 @pytest.mark.slow
 def test_criticalkv_keeps_norms_of_values(shelf):
-    assert [p["name"] for p in said(shelf("criticalkv", "update"))["inputs"]] == [
+    assert [p["name"] for p in manifest_of(shelf("criticalkv", "update"))["inputs"]] == [
         "new_values",
         "output_projection",
     ]
-    names = [p["name"] for p in said(shelf("criticalkv"))["inputs"]]
+    names = [p["name"] for p in manifest_of(shelf("criticalkv"))["inputs"]]
     assert {"output_norm", "pinned", "budget"} <= set(names)
 
 
@@ -344,7 +346,7 @@ def test_graphs_hold_no_paths_and_load_on_older_runtimes(shelf):
 def test_samples_are_what_the_graph_gives(shelf):
     for name, stage in (("keydiff", "score"), ("tova", "evict")):
         file = shelf(name, stage)
-        samples = load_file(file.parent / said(file)["samples"]["file"])
+        samples = load_file(file.parent / manifest_of(file)["samples"]["file"])
         given = {k[3:]: torch.from_numpy(v) for k, v in samples.items() if k.startswith("in.")}
         for key, value in feed(session(file), given).items():
             np.testing.assert_array_equal(value, samples[f"out.{key}"])
@@ -449,7 +451,7 @@ def test_a_wrong_number_of_sinks_is_caught(shelf, tmp_path):
 
 
 def test_another_shape_is_caught(copied):
-    manifest = said(copied)
+    manifest = manifest_of(copied)
     manifest["inputs"][0]["axes"][3]["size"] = 25
     copied.with_suffix(".json").write_text(json.dumps(manifest))
     with pytest.raises(ShapeError, match="inputs say"):
@@ -503,19 +505,19 @@ def test_a_graph_that_is_missing_from_a_folder_is_named(copied, shelf):
     ],
 )
 def test_a_manifest_that_its_schema_does_not_allow_is_refused(copied, part, value, fault):
-    copied.with_suffix(".json").write_text(json.dumps({**said(copied), part: value}))
+    copied.with_suffix(".json").write_text(json.dumps({**manifest_of(copied), part: value}))
     with pytest.raises(ManifestError, match=re.escape(fault)):
         verify(copied)
 
 
 def test_no_manifest_is_written_that_could_not_be_read(copied, tmp_path):
     with pytest.raises(ManifestError, match="dtype: 'bf16' is not one of"):
-        manifest.write({**said(copied), "dtype": "bf16"}, tmp_path / "x.json")
+        manifest.write({**manifest_of(copied), "dtype": "bf16"}, tmp_path / "x.json")
     assert not list(tmp_path.glob("x*"))
 
 
 def test_a_manifest_of_a_policy_unknown_here_is_refused(copied):
-    manifest = said(copied)
+    manifest = manifest_of(copied)
     manifest["policy"]["parts"] = "keydif"
     copied.with_suffix(".json").write_text(json.dumps(manifest))
     with pytest.raises(ManifestError, match="did you mean 'keydiff'"):
@@ -525,7 +527,7 @@ def test_a_manifest_of_a_policy_unknown_here_is_refused(copied):
 def test_a_broken_graph_is_refused_by_name(copied):
     for data in (b"", b"no graph", copied.read_bytes()[:200]):
         copied.write_bytes(data)
-        manifest = said(copied)
+        manifest = manifest_of(copied)
         manifest["graph"]["sha256"] = sha256(copied)
         copied.with_suffix(".json").write_text(json.dumps(manifest))
         with pytest.raises(GraphBroken, match="no graph"):
@@ -587,7 +589,7 @@ def test_the_commands(tmp_path, capsys):
     given = argv("--window 4 --policy-option pool=avg --json --quick -o {}", tmp_path)
     assert run(["export", "scorer", "snapkv", *SMALL, *given]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert said(Path(printed["graph"]))["policy"]["parameters"]["window"] == 4
+    assert manifest_of(Path(printed["graph"]))["policy"]["parameters"]["window"] == 4
     assert run(["export", "verify", str(tmp_path), "--quick", "--json"]) == 0
     assert [x["ok"] for x in json.loads(capsys.readouterr().out)] == [True, True]
 
