@@ -148,9 +148,9 @@ def keeps(page: Any) -> None:
 
 
 def test_a_plan_runs_and_its_result_lands(plan, page, tmp_path):
-    said, requests = [], []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
+    messages, requests = [], []
+    page.on("console", lambda message: messages.append(message.text))
+    page.on("pageerror", lambda error: messages.append(str(error)))
     page.on("request", lambda request: requests.append(request.url))
     with Serving(plan, tmp_path) as serving:
         document = measured(page, serving)
@@ -180,7 +180,7 @@ def test_a_plan_runs_and_its_result_lands(plan, page, tmp_path):
     assert memory["peak_bytes"] % 65536 == 0  # pages of WebAssembly
     assert document["device"]["source"] == "host"
     assert title(document).startswith("HOST, not a phone")
-    assert not said, "nothing on the console"
+    assert not messages, "nothing on the console"
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -458,7 +458,7 @@ def test_a_phone_whose_signs_agree_is_real(signs):
 
 
 @pytest.mark.parametrize(
-    ("signs", "change", "source", "said"),
+    ("signs", "change", "source", "words"),
     [
         (DESKTOP, {}, "host", "computer"),
         (DESKTOP, {"touch_points": 10}, "host", "computer"),
@@ -476,10 +476,10 @@ def test_a_phone_whose_signs_agree_is_real(signs):
         (IPHONE, {"platform": "MacIntel"}, "emulated", "MacIntel"),
     ],
 )
-def test_one_sign_against_it_is_enough(signs, change, source, said):
+def test_one_sign_against_it_is_enough(signs, change, source, words):
     judged = origin({**signs, **change}, change.get("user_agent", signs["user_agent"]))
     assert judged.source == source
-    assert said in judged.reason
+    assert words in judged.reason
 
 
 def test_the_page_and_its_requests_must_be_one_browser():
@@ -493,9 +493,9 @@ def test_a_desktop_dressed_as_a_phone_is_emulated(browser, small, tmp_path):
     with Serving(small, tmp_path) as serving:
         page = opened(context.new_page(), serving.url)
         assert page.title().endswith("(emulated)")
-        said = page.locator("#origin").inner_text()
-        assert said.startswith("Not a real phone: a program drives the browser")
-        assert "the processor is Linux x86_64" in said
+        text = page.locator("#origin").inner_text()
+        assert text.startswith("Not a real phone: a program drives the browser")
+        assert "the processor is Linux x86_64" in text
     context.close()
 
 
@@ -558,7 +558,7 @@ def twice(document):
 
 @pytest.mark.slow(keep=10)
 @pytest.mark.parametrize(
-    ("make", "status", "said"),
+    ("make", "status", "message"),
     [
         (lambda _: b"{", 422, "no JSON"),
         (lambda _: b"[" * 100_000, 422, "no JSON"),
@@ -575,10 +575,12 @@ def twice(document):
         (broken(lambda r: r["cells"][0].update(load_ms=float("nan"))), 422, "no JSON"),
     ],
 )
-def test_a_bad_result_is_refused_by_name_and_the_server_lives(serving, result, make, status, said):
+def test_a_bad_result_is_refused_by_name_and_the_server_lives(
+    serving, result, make, status, message
+):
     got, answer = posted(serving, make(result))
     assert got == status
-    assert said in answer["error"]
+    assert message in answer["error"]
     assert not list((serving.results.folder).iterdir())
     assert posted(serving, result)[0] == 201
 
@@ -713,12 +715,12 @@ def test_a_terminal_shows_a_code_to_scan(small, tmp_path):
         stderr=terminal,
     )
     os.close(terminal)
-    said = b""
-    while b"Ctrl-C" not in said:
-        said += os.read(screen, 4096)
+    written = b""
+    while b"Ctrl-C" not in written:
+        written += os.read(screen, 4096)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=PATIENCE) == 130
-    text = said.decode()
+    text = written.decode()
     assert text.count("▀") > 50
     assert re.search(r"http://\d+\.\d+\.\d+\.\d+:\d+/[\w-]{20,}/", text)
     os.close(screen)
@@ -726,7 +728,7 @@ def test_a_terminal_shows_a_code_to_scan(small, tmp_path):
 
 @pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["{empty}"], "kvcap android plan"),
         (["{plan}", "--address", "127.0.0.1"], "--lan"),
@@ -735,7 +737,7 @@ def test_a_terminal_shows_a_code_to_scan(small, tmp_path):
         (["{plan}", "-o", "{plan}/plan.json"], "is a file"),
     ],
 )
-def test_the_command_refuses_by_name(small, tmp_path, arguments, said):
+def test_the_command_refuses_by_name(small, tmp_path, arguments, message):
     known = {"empty": tmp_path, "plan": small}
     process = kvcap("-o", str(tmp_path / "out"), *(part.format(**known) for part in arguments))
     try:
@@ -743,7 +745,7 @@ def test_the_command_refuses_by_name(small, tmp_path, arguments, said):
     finally:
         process.kill()
     assert (process.returncode, out) == (2, "")
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
@@ -885,7 +887,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize(
-    ("ports", "outputs", "said"),
+    ("ports", "outputs", "fault"),
     [
         ([KEPT, ROWS, BY_SLOT], {}, None),
         ([KEPT], {"kept": [2, 0]}, None),  # any order
@@ -902,7 +904,7 @@ VALUES = {
         ([VALUES], {"by": [5]}, "1 numbers in place of 2"),
     ],
 )
-def test_wrong_outputs_are_caught(module, ports, outputs, said):
+def test_wrong_outputs_are_caught(module, ports, outputs, fault):
     right = {"kept": [0, 2], "rows": [1, 2, 5, 6], "by": [1, 3]}
     given = {"ports": ports, "outputs": {**right, **outputs}}
     parity = module(
@@ -917,9 +919,9 @@ def test_wrong_outputs_are_caught(module, ports, outputs, said):
                             async file => files[file].buffer) })()""",
         given,
     )
-    assert parity["passed"] == (said is None)
-    if said is not None:
-        assert said in parity["text"]
+    assert parity["passed"] == (fault is None)
+    if fault is not None:
+        assert fault in parity["text"]
 
 
 # The libraries beside the page

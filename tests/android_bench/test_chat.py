@@ -52,7 +52,7 @@ def opened(page: Any, serving: ChatServer) -> Any:
     return page
 
 
-def said(page: Any, text: str) -> str:
+def answer_to(page: Any, text: str) -> str:
     """Return the answer to a message."""
     page.get_by_role("textbox", name="Your message").fill(text)
     page.get_by_role("button", name="Send").click()
@@ -72,7 +72,7 @@ def test_the_page_answers_as_python_does_and_sends_nothing(decoder, page):
         opened(page, serving)
         loaded = len(requests)
         for text in MESSAGES:
-            assert said(page, text) == "".join(session.send(text))
+            assert answer_to(page, text) == "".join(session.send(text))
         held, evicted = (page.locator(id).inner_text().split()[0] for id in ("#held", "#evicted"))
         stats = session.stats
         assert (int(held), int(evicted)) == (stats.held_tokens, stats.evicted_tokens)
@@ -84,7 +84,7 @@ def test_the_page_answers_as_python_does_and_sends_nothing(decoder, page):
         assert requested(serving, "POST", "/results", b"{}")[0] == 405
         page.get_by_role("button", name="New conversation").click()
         page.locator(".said").first.wait_for(state="detached")
-        assert said(page, "Hello!") == "".join(runtime.session().send("Hello!"))
+        assert answer_to(page, "Hello!") == "".join(runtime.session().send("Hello!"))
         wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
         assert wide <= 0, "the page scrolls sideways on a phone"
     assert not console
@@ -153,7 +153,7 @@ def test_an_answer_can_be_stopped_and_the_conversation_goes_on(decoder, page):
         page.get_by_text("Stopped before the message was read").wait_for(timeout=SOON)
         assert page.get_by_role("textbox").input_value() == 40 * STORY
         assert page.locator("#held").inner_text().startswith("0 slots")
-        assert said(page, "Hello!")
+        assert answer_to(page, "Hello!")
 
 
 @pytest.mark.slow
@@ -161,16 +161,16 @@ def test_what_cannot_be_loaded_is_told_in_words(decoder, page):
     facts = json.loads((decoder / "kvcap.json").read_text())
 
     def answered(change: Any) -> None:
-        said = json.loads(json.dumps(facts))
-        change(said)
-        page.route("**/decoder/kvcap.json", lambda route: route.fulfill(json=said))
+        manifest = json.loads(json.dumps(facts))
+        change(manifest)
+        page.route("**/decoder/kvcap.json", lambda route: route.fulfill(json=manifest))
 
-    def large(said: Any) -> None:
-        for state in said["state"]:
+    def large(manifest: Any) -> None:
+        for state in manifest["state"]:
             state["full"][2] = 2_000_000
 
-    def without_template(said: Any) -> None:
-        said["tokenizer"]["chat_template"] = None
+    def without_template(manifest: Any) -> None:
+        manifest["tokenizer"]["chat_template"] = None
 
     with ChatServer(decoder) as serving:
         for change, text in (

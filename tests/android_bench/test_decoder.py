@@ -179,8 +179,8 @@ def test_the_server_takes_no_other_decoder(result, plan, tmp_path):
         assert posted(serving, result)[0] == 201
         other = copy.deepcopy(result)
         only(other)["id"] = "decoder.other"
-        status, said = posted(serving, other)
-    assert (status, "decoder.other" in said["error"]) == (422, True)
+        status, response = posted(serving, other)
+    assert (status, "decoder.other" in response["error"]) == (422, True)
 
 
 def test_wrong_logits_are_called_wrong(plan, tmp_path):

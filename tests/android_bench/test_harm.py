@@ -160,9 +160,9 @@ def test_no_field_brings_markup_into_a_report_or_breaks_a_chart(evil, tmp_path, 
     (tmp_path / "r.json").write_bytes(written(document))
     files = ["--plot", str(tmp_path / "r.png"), "-o", str(tmp_path / "r.md")]
     assert run(["android", "report", str(tmp_path / "r.json"), *files]) == 0
-    said = capsys.readouterr()
-    safe_markdown(said.out, 2)
-    assert (tmp_path / "r.md").read_text() == said.out
+    printed = capsys.readouterr()
+    safe_markdown(printed.out, 2)
+    assert (tmp_path / "r.md").read_text() == printed.out
     assert (tmp_path / "r.png").stat().st_size > 10_000
     document["run"]["plan"] = evil
     (tmp_path / "r.json").write_bytes(written(document))
@@ -308,7 +308,7 @@ def test_documents_of_very_many_parts_are_not_read():
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda p: os.mkfifo(p), "no ordinary file"),
         (lambda p: p.symlink_to("/dev/zero"), "no ordinary file"),
@@ -327,12 +327,12 @@ def test_documents_of_very_many_parts_are_not_read():
         (lambda p: p.write_bytes(b'{"schema": ' + b"9" * 5000 + b"}"), "no JSON"),
     ],
 )
-def test_files_that_could_do_harm_are_refused_by_name(make, said, tmp_path, capsys):
+def test_files_that_could_do_harm_are_refused_by_name(make, message, tmp_path, capsys):
     path = tmp_path / "r.json"
     make(path)
     assert run(["android", "report", str(path)]) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert "Traceback" not in err
     assert run(["android", "report", str(path) + "\0"]) == 2
 

@@ -200,7 +200,7 @@ def test_presets_hold_what_their_names_promise():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--preset", "slow"], "no preset 'slow'; there are table19, quick, full"),
         (["--policies", "nothing"], "no policy 'nothing'; it has snapkv, tova"),
@@ -211,16 +211,16 @@ def test_presets_hold_what_their_names_promise():
         (["--kv-heads", "3", "--heads", "4"], "cannot share 3 KV heads evenly"),
     ],
 )
-def test_plans_that_cannot_be_are_refused(tmp_path, kvcap, options, said):
-    assert said in kvcap.refused("android", "plan", "-o", str(tmp_path / "plan"), *options)
+def test_plans_that_cannot_be_are_refused(tmp_path, kvcap, options, message):
+    assert message in kvcap.refused("android", "plan", "-o", str(tmp_path / "plan"), *options)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_result_needs_a_folder_before_anything_is_measured(folder, tmp_path, capsys):
     assert run(["android", "host", str(folder), "-o", str(tmp_path / "no" / "r.json")]) == 2
-    said = capsys.readouterr().err
-    assert "to write r.json to" in said
-    assert "[1/" not in said
+    output = capsys.readouterr().err
+    assert "to write r.json to" in output
+    assert "[1/" not in output
 
 
 def test_a_plan_takes_an_empty_folder_only(folder, kvcap):
@@ -230,7 +230,7 @@ def test_a_plan_takes_an_empty_folder_only(folder, kvcap):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda p: (p / "plan.json").unlink(), "no plan.json"),
         (lambda p: (p / "plan.json").write_text("{"), "cannot be read"),
@@ -241,9 +241,9 @@ def test_a_plan_takes_an_empty_folder_only(folder, kvcap):
         (lambda p: rewrite(p, lambda plan: plan.update(preset="full")), "its id is"),
     ],
 )
-def test_a_damaged_plan_is_refused(folder, tmp_path, kvcap, change, said):
+def test_a_damaged_plan_is_refused(folder, tmp_path, kvcap, change, message):
     change(edited(folder, tmp_path / "plan", lambda plan: None))
-    assert said in kvcap.refused(
+    assert message in kvcap.refused(
         "android", "host", str(tmp_path / "plan"), "-o", str(tmp_path / "r.json")
     )
     assert not (tmp_path / "r.json").exists()
@@ -267,7 +267,7 @@ def test_a_plan_names_no_file_outside_its_folder(folder, tmp_path, file):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda p: p["cells"].append(p["cells"][0]), "twice"),
         (lambda p: p["cells"][0].update(bytes=p["cells"][0]["bytes"] + 1), "its shapes are"),
@@ -282,8 +282,8 @@ def test_a_plan_names_no_file_outside_its_folder(folder, tmp_path, file):
         (lambda p: p["rules"].update(min_seconds=1e300), "rules/min_seconds"),
     ],
 )  # fmt: skip
-def test_a_plan_that_contradicts_itself_is_refused(folder, tmp_path, change, said):
-    with pytest.raises(PlanBroken, match=re.escape(said)):
+def test_a_plan_that_contradicts_itself_is_refused(folder, tmp_path, change, message):
+    with pytest.raises(PlanBroken, match=re.escape(message)):
         read_plan(edited(folder, tmp_path / "plan", change))
 
 
@@ -331,17 +331,17 @@ def test_the_runner_leaves_no_telemetry(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"cores": "big"}, "--cores 'big' is not auto, none, 7 or 4-7"),
         ({"cores": "9999"}, "core 9999 is not to be had"),
         ({"provider": "nnapi"}, "has no provider nnapi; it has azure, cpu"),
     ],
 )
-def test_the_runner_refuses_by_name(folder, tmp_path, options, said):
+def test_the_runner_refuses_by_name(folder, tmp_path, options, message):
     done = runner(folder, tmp_path / "r.json", **options)
     assert done.returncode == 1
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not [*tmp_path.iterdir()]
 
@@ -511,7 +511,7 @@ def swap_slots(outputs):
 
 
 @pytest.mark.parametrize(
-    ("name", "spoil", "said"),
+    ("name", "spoil", "fault"),
     [
         (SCORE, lambda f: f["scores"].__iadd__(1e-3), "differs by 0.001"),
         (SCORE, lambda f: f["scores"].__setitem__((0, 0, 5), np.nan), "is not finite"),
@@ -530,12 +530,12 @@ def swap_slots(outputs):
         (STATE, lambda f: f["kept_accumulated"].__iadd__(1e-3), "kept_accumulated differs"),
     ],
 )  # fmt: skip
-def test_wrong_outputs_are_caught(outputs, folder, name, spoil, said):
+def test_wrong_outputs_are_caught(outputs, folder, name, spoil, fault):
     cell, given, outputs_of = outputs(name)
     spoil(outputs_of)
     faults = parity(cell, given, outputs_of, folder)
     assert not faults["passed"]
-    assert said in faults["text"]
+    assert fault in faults["text"]
 
 
 # The device
@@ -615,9 +615,9 @@ def test_a_device_cannot_write_its_own_title(clean):
     clean["device"]["model"] = "x |\n# Google Pixel 9\n| y"
     clean["run"]["complete"] = False
     text = table.markdown([judge.judged(clean)])
-    said = r"HOST, not a phone: x \| # Google Pixel 9 \| y"
+    title = r"HOST, not a phone: x \| # Google Pixel 9 \| y"
     assert [line for line in text.splitlines() if line.startswith("#")] == [
-        line for line in text.splitlines() if said in line
+        line for line in text.splitlines() if title in line
     ]
 
 
@@ -932,12 +932,12 @@ def test_texts_of_a_table_are_quoted_and_computed_by_no_spreadsheet():
 
 def test_a_report_as_json(saved, capsys):
     assert run(["android", "report", saved("a.json"), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["title"].startswith("Latency of eviction scores. HOST, not a phone: ")
-    (document,) = said["results"]
+    report = json.loads(capsys.readouterr().out)
+    assert report["title"].startswith("Latency of eviction scores. HOST, not a phone: ")
+    (document,) = report["results"]
     validate(document, BENCH, "said", ResultBroken)
     assert document["validity"]["ok"]
-    assert said["regressions"] == []
+    assert report["regressions"] == []
 
 
 def test_a_report_is_relative_to_what_was_asked(saved, capsys):
@@ -957,18 +957,18 @@ def test_a_baseline_catches_what_became_slower(saved, capsys):
     worse = saved("worse.json", lambda f: faster(1.2)({"cells": f["cells"][3:4]}))
     capsys.readouterr()
     assert run(["android", "report", worse, "--baseline", before, "--max-regress", "10%"]) == 1
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     name = json.loads(Path(worse).read_text())["cells"][3]["id"]
-    assert f"- slower: {name} (cpu, 1): " in said.out
-    assert "+20%" in said.out
-    assert f"1 cells became slower by more than 10%: {name}" in said.err
+    assert f"- slower: {name} (cpu, 1): " in printed.out
+    assert "+20%" in printed.out
+    assert f"1 cells became slower by more than 10%: {name}" in printed.err
     gone = saved("gone.json", fail)
     assert run(["android", "report", gone, "--baseline", before]) == 1
     assert "ran before and does no more" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda f: f["device"].update(model="other"), "device has model 'other'"),
         (lambda f: f["device"].update(source="emulated"), "device has source 'emulated'"),
@@ -976,11 +976,11 @@ def test_a_baseline_catches_what_became_slower(saved, capsys):
         (lambda f: [row.update(id=row["id"] + "x") for row in f["cells"]], "no cell in common"),
     ],
 )
-def test_results_that_cannot_be_compared_are_refused(clean, change, said):
+def test_results_that_cannot_be_compared_are_refused(clean, change, message):
     other = copy.deepcopy(clean)
     change(other)
     other["repeat"] = None
-    with pytest.raises(NotComparable, match=re.escape(said)):
+    with pytest.raises(NotComparable, match=re.escape(message)):
         regress.regressions(judge.judged(clean), judge.judged(other), 0.1)
 
 

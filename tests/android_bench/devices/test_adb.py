@@ -334,9 +334,9 @@ def test_the_page_is_opened_through_the_cable(page, plan, tmp_path, capsys):
     assert "opens no browser" in capsys.readouterr().err
     script(page.root / "bin" / "am", f'exec {sys.executable} {tmp_path / "am.py"} "$@"')
     assert run(command) == 0, capsys.readouterr().err
-    said = capsys.readouterr()
-    assert "leave its screen on" in said.err
-    assert "HOST, not a phone" in said.out
+    printed = capsys.readouterr()
+    assert "leave its screen on" in printed.err
+    assert "HOST, not a phone" in printed.out
     assert json.loads((tmp_path / "r.json").read_text())["run"]["runner"] == "browser"
     assert devices.adb("-s", page.serial, "reverse", "--list").stdout.strip() == ""
 
@@ -482,7 +482,7 @@ def test_a_disk_that_becomes_full_during_the_run(phone, plan, here, tmp_path):
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
-    ("text", "error", "said"),
+    ("text", "error", "message"),
     [
         ("echo '{}' >result.json", ResultBroken, "schema None"),
         ("echo 'half a res' >result.json", ResultBroken, "cannot be read"),
@@ -493,8 +493,8 @@ def test_a_disk_that_becomes_full_during_the_run(phone, plan, here, tmp_path):
         ("echo 'write error: No space left on device'; exit 1", DeviceFull, "make room"),
     ],
 )
-def test_a_runner_that_fails(text, error, said, phone, plan, tmp_path):
-    with pytest.raises(error, match=said):
+def test_a_runner_that_fails(text, error, message, phone, plan, tmp_path):
+    with pytest.raises(error, match=message):
         measured(phone, plan, planted(tmp_path / "bad", text))
     assert phone.clean()
 
@@ -543,7 +543,7 @@ def test_no_device(plan, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("listed", "error", "said"),
+    ("listed", "error", "message"),
     [
         ("", NoDevice, "no device is connected"),
         ("a\tdevice\nb\tdevice", SeveralDevices, r"a \(device\), b \(device\); use --serial"),
@@ -552,15 +552,15 @@ def test_no_device(plan, tmp_path, capsys):
         ("a\tno permissions (missing udev rules?)", NoDevice, "no permissions"),
     ],
 )
-def test_devices_in_every_state(listed, error, said, tmp_path, monkeypatch):
+def test_devices_in_every_state(listed, error, message, tmp_path, monkeypatch):
     script(tmp_path / "adb", f"echo 'List of devices attached'; printf '{listed}\\n'")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         devices.chosen(None)
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "said"),
+    ("text", "error", "message"),
     [
         ("echo out; exit 0", DeviceLost, "broke off"),  # as adb does when the daemon dies
         ("echo 'error: closed' >&2; exit 1", DeviceLost, "closed"),
@@ -570,10 +570,10 @@ def test_devices_in_every_state(listed, error, said, tmp_path, monkeypatch):
         ("sleep 9", DeviceLost, "no answer in 0.2 s"),
     ],
 )
-def test_adb_that_fails(text, error, said, tmp_path, monkeypatch):
+def test_adb_that_fails(text, error, message, tmp_path, monkeypatch):
     script(tmp_path / "adb", text)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(error, match=said) as caught:
+    with pytest.raises(error, match=message) as caught:
         devices.Device("a").shell("true", timeout=0.2 if "sleep" in text else PATIENCE)
     assert type(caught.value) is error
 

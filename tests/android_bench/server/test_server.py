@@ -59,13 +59,13 @@ def line(serving: Serving) -> socket.socket:
 
 def left(connection: socket.socket) -> bytes:
     """Return what comes until the server hangs up."""
-    said = b""
+    received = b""
     try:
         while part := connection.recv(65536):
-            said += part
+            received += part
     except ConnectionError:
         pass
-    return said
+    return received
 
 
 def another(number: int) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def test_strange_numbers_and_depths_are_no_fault_of_the_server(serve, path, body
 
 def test_a_depth_or_a_number_within_a_good_result_is_refused_by_its_place(serve):
     serving = serve()
-    for change, said in (
+    for change, message in (
         ({"signs": DEEP}, "device/signs"),
         ({"ram_bytes": 10**400}, "device/ram"),
         ({"signs": {"a": DEEP}}, "device/signs/a"),
@@ -127,7 +127,7 @@ def test_a_depth_or_a_number_within_a_good_result_is_refused_by_its_place(serve)
         document["device"] |= change
         status, answer = posted(serving, written(document))
         assert status == 422
-        assert said in answer["error"]
+        assert message in answer["error"]
 
 
 def test_what_a_result_brings_comes_back_in_a_form_that_can_be_sent(serve):
@@ -271,9 +271,9 @@ def test_another_site_gets_no_leave_to_send(serve):
             b"Access-Control-Request-Method: POST\r\nConnection: close\r\n"
             b"Access-Control-Request-Headers: content-type\r\n\r\n"
         )
-        said = left(connection).lower()
-    assert b"405" in said.splitlines()[0]
-    assert b"access-control-allow" not in said
+        response = left(connection).lower()
+    assert b"405" in response.splitlines()[0]
+    assert b"access-control-allow" not in response
 
 
 def test_the_terminal_gets_no_words_of_a_client_as_they_are(serve, monkeypatch, capfd):
@@ -286,8 +286,8 @@ def test_the_terminal_gets_no_words_of_a_client_as_they_are(serve, monkeypatch, 
     landed: Landed = serving.landed.get(timeout=SOON)
     _tell(landed, False)
     _tell(landed, True)
-    said = capfd.readouterr()
-    for one in (said.out + said.err).splitlines():
+    printed = capfd.readouterr()
+    for one in (printed.out + printed.err).splitlines():
         assert one.isprintable()
     reason = source.origin({"user_agent": "Android", "platform": "\x1b\n"}, "Android").reason
     assert reason.isprintable()
