@@ -202,10 +202,10 @@ def test_new_files_pass_with_no_other_edit(tmp_path: Path) -> None:
         for file in sorted((copy / "tests").rglob("test_*.py"))
         if file.name != HERE.name and "policies" in file.read_text()
     ]
-    code, said = outcome(copy, *files, "--all", "-rA", "-p", "fewer", "-k", words)
-    assert code == 0, re.sub(r"^PASSED .*\n", "", said, flags=re.MULTILINE)[-10_000:]
+    code, output = outcome(copy, *files, "--all", "-rA", "-p", "fewer", "-k", words)
+    assert code == 0, re.sub(r"^PASSED .*\n", "", output, flags=re.MULTILINE)[-10_000:]
     for name in names:
-        passed = re.findall(rf"^PASSED .*\[.*\b{name}\b", said, re.MULTILINE)
+        passed = re.findall(rf"^PASSED .*\[.*\b{name}\b", output, re.MULTILINE)
         assert len(passed) > 10, f"{name} was in {len(passed)} tests"
 
 
@@ -219,11 +219,11 @@ def test_broken_files_are_reported_by_name(tmp_path: Path) -> None:
     }
     copy = planted(tmp_path, files)
     tests = ["tests/policies/test_policies.py", "tests/runtime/models/test_families.py"]
-    code, said = outcome(copy, *tests, "-k", " or ".join(files))
-    assert code == 1, said
-    assert "Narrow: scores of shape [2, 1, 23]" in said
-    assert "Nowhere: scores that are not finite" in said
-    assert "policy unknown has no option 'span'" in said
+    code, output = outcome(copy, *tests, "-k", " or ".join(files))
+    assert code == 1, output
+    assert "Narrow: scores of shape [2, 1, 23]" in output
+    assert "Nowhere: scores that are not finite" in output
+    assert "policy unknown has no option 'span'" in output
 
 
 def test_a_file_of_two_policies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -384,13 +384,13 @@ class Greedy(Policy):
 )
 def test_a_broken_policy_of_a_package_takes_nothing_else_with_it(loaded, why, monkeypatch, fresh):
     registered(monkeypatch, broken=loaded, newest=Plain)
-    said = rf"policy 'broken' \(elsewhere:Thing, of package a-package\) cannot be used: .*{why}"
-    with pytest.warns(UserWarning, match=said):
+    message = rf"policy 'broken' \(elsewhere:Thing, of package a-package\) cannot be used: .*{why}"
+    with pytest.warns(UserWarning, match=message):
         assert isinstance(load_policy("newest").policy, Plain)
     assert "keydiff" in policies.policies()
     assert "broken" not in policies.policies()
     for name in ("broken", "broken+adakv"):
-        with pytest.raises(PolicyError, match=said):
+        with pytest.raises(PolicyError, match=message):
             load_policy(name)
 
 
@@ -401,11 +401,11 @@ def test_names_that_are_taken_stay_their_owners(monkeypatch, fresh):
     assert type(load_policy("balanced").policy).__name__ == "DropKV"
     assert type(load_policy("h2o").policy).__name__ == "H2O"
     assert isinstance(load_policy("mine").policy, Greedy)
-    said = [str(one.message) for one in caught]
-    assert any("the name is kvcap's own; mend or uninstall" in one for one in said)
-    assert any("preset 'h2o' of" in one and "a name that is taken" in one for one in said)
-    assert any("preset 'nothing' of" in one and "no policy is called" in one for one in said)
-    assert len(said) == 5
+    messages = [str(one.message) for one in caught]
+    assert any("the name is kvcap's own; mend or uninstall" in one for one in messages)
+    assert any("preset 'h2o' of" in one and "a name that is taken" in one for one in messages)
+    assert any("preset 'nothing' of" in one and "no policy is called" in one for one in messages)
+    assert len(messages) == 5
 
 
 def test_every_policy_documents_itself():
