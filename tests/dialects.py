@@ -28,10 +28,10 @@ class Answer(NamedTuple):
     written: int
 
 
-def of_chat(said: Any) -> Answer:
-    (choice,), usage = said["choices"], said["usage"]
+def of_chat(body: Any) -> Answer:
+    (choice,), usage = body["choices"], body["usage"]
     message = choice["message"]
-    assert (said["object"], message["role"], choice["index"]) == ("chat.completion", "assistant", 0)
+    assert (body["object"], message["role"], choice["index"]) == ("chat.completion", "assistant", 0)
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     called = [one["function"] for one in message.get("tool_calls", [])]
     calls = [(one["name"], json.loads(one["arguments"])) for one in called]
@@ -73,17 +73,17 @@ def of_chat_stream(text: str) -> Answer:
     return of_chat({**last, "object": "chat.completion", "choices": [choice]})
 
 
-def of_response(said: Any) -> Answer:
-    usage, texts, calls = said["usage"], {"reasoning": "", "message": ""}, []
-    assert (said["object"], said["error"]) == ("response", None)
+def of_response(body: Any) -> Answer:
+    usage, texts, calls = body["usage"], {"reasoning": "", "message": ""}, []
+    assert (body["object"], body["error"]) == ("response", None)
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
-    for item in said["output"]:
+    for item in body["output"]:
         assert item["status"] == "completed"
         if item["type"] == "function_call":
             calls.append((item["name"], json.loads(item["arguments"])))
         else:
             texts[item["type"]] += "".join(part["text"] for part in item["content"])
-    ended = (said["incomplete_details"] or {"reason": said["status"]})["reason"]
+    ended = (body["incomplete_details"] or {"reason": body["status"]})["reason"]
     return Answer(
         texts["message"],
         texts["reasoning"],
@@ -118,21 +118,21 @@ def of_response_stream(text: str) -> Answer:
     return answer
 
 
-def of_message(said: Any) -> Answer:
-    usage, texts, calls = said["usage"], {"thinking": "", "text": ""}, []
-    assert (said["type"], said["role"]) == ("message", "assistant")
-    for block in said["content"]:
+def of_message(body: Any) -> Answer:
+    usage, texts, calls = body["usage"], {"thinking": "", "text": ""}, []
+    assert (body["type"], body["role"]) == ("message", "assistant")
+    for block in body["content"]:
         if block["type"] == "tool_use":
             calls.append((block["name"], block["input"]))
         else:
             texts[block["type"]] += block[block["type"]]
-    assert said["stop_sequence"] is None
+    assert body["stop_sequence"] is None
     cached = usage["cache_read_input_tokens"]
     return Answer(
         texts["text"],
         texts["thinking"],
         calls,
-        said["stop_reason"],
+        body["stop_reason"],
         usage["input_tokens"] + cached,
         cached,
         usage["output_tokens"],
@@ -163,18 +163,18 @@ def of_message_stream(text: str) -> Answer:
     return of_message({**sent[0]["message"], **ended, "content": blocks})
 
 
-def of_line(said: Any) -> Answer:
-    message = said.get("message", said)
+def of_line(body: Any) -> Answer:
+    message = body.get("message", body)
     called = [one["function"] for one in message.get("tool_calls", [])]
-    assert said["done"]
+    assert body["done"]
     return Answer(
         message.get("content", message.get("response")),
         message.get("thinking", ""),
         [(one["name"], one["arguments"]) for one in called],
-        said["done_reason"],
-        said["prompt_eval_count"],
+        body["done_reason"],
+        body["prompt_eval_count"],
         None,
-        said["eval_count"],
+        body["eval_count"],
     )
 
 
@@ -187,28 +187,28 @@ def of_lines(text: str) -> Answer:
         for name in ("content", "response", "thinking")
     }
     calls = [call for one in inner for call in one.get("tool_calls", [])]
-    said = {**joined, "tool_calls": calls}
+    joined_message = {**joined, "tool_calls": calls}
     if "message" in last:
-        return of_line({**last, "message": said})
-    return of_line({**last, **said, "content": said["response"]})
+        return of_line({**last, "message": joined_message})
+    return of_line({**last, **joined_message, "content": joined_message["response"]})
 
 
-def of_chat_messages(said: Any) -> Iterator[Any]:
-    message = said["choices"][0]["message"]
+def of_chat_messages(body: Any) -> Iterator[Any]:
+    message = body["choices"][0]["message"]
     called = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "2"}
     yield {"messages": [*HELLO, message, called]}
 
 
-def of_response_items(said: Any) -> Iterator[Any]:
+def of_response_items(body: Any) -> Iterator[Any]:
     """Refer to what was said by its id, or say it again."""
-    (call,) = said["output"]
+    (call,) = body["output"]
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": "2"}
-    yield {"input": [output], "previous_response_id": said["id"]}
+    yield {"input": [output], "previous_response_id": body["id"]}
     yield {"input": [*HELLO, call, output]}
 
 
-def of_blocks(said: Any) -> Iterator[Any]:
-    (block,) = said["content"]
+def of_blocks(body: Any) -> Iterator[Any]:
+    (block,) = body["content"]
     result = {"type": "tool_result", "tool_use_id": block["id"]}
     result["content"] = [{"type": "text", "text": "2"}]
     thought = {"type": "thinking", "thinking": "Hm", "signature": ""}
@@ -216,9 +216,9 @@ def of_blocks(said: Any) -> Iterator[Any]:
     yield {"messages": [*HELLO, answer, {"role": "user", "content": [result]}]}
 
 
-def of_older_ollama(said: Any) -> Iterator[Any]:
+def of_older_ollama(body: Any) -> Iterator[Any]:
     """Send a call back without its id, as older clients do."""
-    calls = [{"function": one["function"]} for one in said["message"]["tool_calls"]]
+    calls = [{"function": one["function"]} for one in body["message"]["tool_calls"]]
     answer = {"role": "assistant", "content": "", "tool_calls": calls}
     yield {"messages": [*HELLO, answer, {"role": "tool", "content": "2", "tool_name": "add"}]}
 
@@ -325,10 +325,10 @@ ANTHROPIC = {
 }
 
 
-def assert_refused(api: Api, said: httpx.Response, status: int) -> str:
+def assert_refused(api: Api, response: httpx.Response, status: int) -> str:
     """Hold an error to its API's form; return its message."""
-    assert said.status_code == status, said.text
-    error = said.json()
+    assert response.status_code == status, response.text
+    error = response.json()
     if api.path.startswith("/api/"):
         assert error.keys() == {"error"}
         return str(error["error"])

@@ -159,16 +159,16 @@ class OnTheCommandLine(InPython):
         return self._read(f"/pin {text}" if pin else text)
 
     def _read(self, line: str) -> Answered:
-        said = json.loads(self._run(line))
-        recalled, kv = said["usage"]["recalled"], said["kv"]
-        assert bool(recalled) == bool(said["recalled"])
-        for passage in said["recalled"]:  # its text is what was read again
+        printed = json.loads(self._run(line))
+        recalled, kv = printed["usage"]["recalled"], printed["kv"]
+        assert bool(recalled) == bool(printed["recalled"])
+        for passage in printed["recalled"]:  # its text is what was read again
             read = self.session.read_ids[slice(*passage["tokens"])]
             assert passage["text"] in self.runtime.tokenizer.decode(read)
             assert passage["score"] > 0
         assert kv["bytes"] <= kv["cap_bytes"]
         slots = (kv[f"{name}_tokens"] for name in ("held", "waiting", "evicted"))
-        return Answered(said["text"], recalled, *slots, kv["cap_bytes"])
+        return Answered(printed["text"], recalled, *slots, kv["cap_bytes"])
 
     def recall(self, most: str) -> None:
         self._run(f"/recall {most}")
@@ -211,8 +211,8 @@ class OverHttp(Surface):
         self.messages.append({"role": "user", "content": text, **({"pin": True} if pin else {})})
         request = {"messages": self.messages, "max_tokens": TOKENS, "temperature": 0}
         most = self.most if self.most in ("auto", "off") else int(self.most)
-        said = self.client.post("/v1/chat/completions", json={**request, "recall": most}).json()
-        answer, usage = said["choices"][0]["message"]["content"], said["usage"]
+        body = self.client.post("/v1/chat/completions", json={**request, "recall": most}).json()
+        answer, usage = body["choices"][0]["message"]["content"], body["usage"]
         assert bool(usage["recalled"]) == bool(usage["recalled_passages"])
         self.messages.append({"role": "assistant", "content": answer})
         slots = (usage["kv"][name] for name in ("held", "waiting", "evicted", "cap_bytes"))
@@ -222,9 +222,9 @@ class OverHttp(Surface):
         self.most = most
 
     def again(self) -> Answered:
-        said = self.messages[-2]
+        question = self.messages[-2]
         self.undo()
-        return self.say(said["content"], pin="pin" in said)
+        return self.say(question["content"], pin="pin" in question)
 
     def undo(self) -> None:
         del self.messages[-2:]

@@ -257,10 +257,10 @@ def test_examples_of_a_page(page, capsys):
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL):
         exec(block.replace('"Qwen/Qwen3-0.6B"', repr(str(pocket.path()))), names)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     if page == "python.md":
-        assert said.count("64 of 64 slots") == 2
-    assert said
+        assert output.count("64 of 64 slots") == 2
+    assert output
 
 
 def test_the_service_for_systemd():

@@ -35,7 +35,7 @@ def test_what_a_schema_allows_has_no_fault(schema):
 
 
 @pytest.mark.parametrize(
-    ("document", "said"),
+    ("document", "message"),
     [
         ({}, "the whole: 'times' is a required property"),
         ([], "the whole: [] is not of type 'object'"),
@@ -49,8 +49,8 @@ def test_what_a_schema_allows_has_no_fault(schema):
         ({"times": [], "other": "b"}, "other: 'b' is not one of ['a']"),
     ],
 )
-def test_the_first_fault_is_told_by_its_place(schema, document, said):
-    assert fault(document, schema) == said
+def test_the_first_fault_is_told_by_its_place(schema, document, message):
+    assert fault(document, schema) == message
 
 
 def test_a_long_value_is_cut(schema):
