@@ -18,7 +18,7 @@ class FakeHub(ThreadingHTTPServer):
 
     files: Files
     cut: int | None = None
-    asked: list[str]
+    requests: list[str]
 
     @property
     def url(self) -> str:
@@ -42,7 +42,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, *, body: bool) -> None:
         path = self.path.partition("?")[0]
-        self.server.asked.append(f"{self.command} {path} {self.headers.get('Range', '')}".strip())
+        self.server.requests.append(
+            f"{self.command} {path} {self.headers.get('Range', '')}".strip()
+        )
         if path.startswith("/api/models/"):
             name = "/".join(path.split("/")[3:5])
             files = self.server.files.get(name)
@@ -94,7 +96,7 @@ class Handler(BaseHTTPRequestHandler):
 def fake_hub(files: Files) -> Iterator[FakeHub]:
     """Serve repositories until the block ends."""
     with FakeHub(("127.0.0.1", 0), Handler) as server:
-        server.files, server.asked = files, []
+        server.files, server.requests = files, []
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()

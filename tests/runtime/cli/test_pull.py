@@ -72,7 +72,7 @@ def kvcap(hub: FakeHub, tmp_path: Path) -> Run:
 
 
 def fetched(hub: FakeHub) -> list[str]:
-    return [Path(x.split()[1]).name for x in hub.asked if x.startswith("GET /Some")]
+    return [Path(x.split()[1]).name for x in hub.requests if x.startswith("GET /Some")]
 
 
 def test_short_names_mean_gguf_files_and_are_those_of_the_page() -> None:
@@ -101,9 +101,9 @@ def test_a_file_is_pulled_once_listed_planned_and_run(
     path = Path(done.stdout.strip())
     assert (path.name, path.read_bytes()) == ("tiny-Q4_K_M.gguf", gguf)
     assert fetched(hub) == 2 * ["tiny-Q4_K_M.gguf"]
-    count = len(hub.asked)
+    count = len(hub.requests)
     assert kvcap("pull", name).stdout == done.stdout
-    assert len(hub.asked) == count
+    assert len(hub.requests) == count
     offline = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
     assert kvcap("plan", name, **offline).returncode == 0
     answered = kvcap(
@@ -120,7 +120,7 @@ def test_files_in_parts_and_repositories_come_whole(hub: FakeHub, kvcap: Run) ->
     done = kvcap("pull", "Some/Tiny-GGUF:Q8_0", "--json")
     assert json.loads(done.stdout)["path"].endswith("big-Q8_0-00001-of-00002.gguf")
     assert sorted(fetched(hub)) == [f"big-Q8_0-0000{i}-of-00002.gguf" for i in (1, 2)]
-    hub.asked.clear()
+    hub.requests.clear()
     folder = Path(kvcap("pull", "Some/Model").stdout.strip())
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
     listed = kvcap("models", "--memory-cap", "4GiB").stdout

@@ -35,14 +35,14 @@ def calidrop(**options: Any) -> kvcap.Eviction:
 
 def begun(runtime: kvcap.Runtime, texts: list[str], tokens: int = 20) -> list[Session]:
     """Sessions that have read texts of unequal length."""
-    found = []
+    sessions = []
     for text in texts:
         session = runtime.session()
         session.set_generation(do_sample=False, max_new_tokens=2)
         "".join(session.send(text))
         session.set_generation(max_new_tokens=tokens)
-        found.append(session)
-    return found
+        sessions.append(session)
+    return sessions
 
 
 def pair(
@@ -58,14 +58,14 @@ def pair(
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Filled with the slots in use of every session of each shared pass."""
-    found, begin = list[list[int]](), SharedCache.begin
+    held, begin = list[list[int]](), SharedCache.begin
 
     def noting(self: SharedCache, answers: list[Answer], tokens: list[int]) -> Any:
-        found.append([answer.session.loop.cache.held for answer in answers])
+        held.append([answer.session.loop.cache.held for answer in answers])
         return begin(self, answers, tokens)
 
     monkeypatch.setattr(SharedCache, "begin", noting)
-    return found
+    return held
 
 
 @pytest.fixture(params=[False, True], ids=["", "ahead"], autouse=True)
@@ -154,14 +154,14 @@ def test_a_session_that_fills_leaves_and_comes_back(tmp_path: Any) -> None:
     texts = ["Hello.", SAID[0], "Good morning."]
     alone, sessions = pair(runtime, texts, 50, eos_token_id=NEVER)
     expected = ["".join(s.send("Go on.")) for s in alone]
-    batch, found = runtime.batch(2), {id(s): "" for s in sessions}
+    batch, answers = runtime.batch(2), {id(s): "" for s in sessions}
     assert isinstance(batch._rows, SharedCache)
 
     def step(times: int) -> None:
         for _ in range(times):
             for progress in batch.step():
                 assert progress.error is None
-                found[id(progress.session)] += progress.text
+                answers[id(progress.session)] += progress.text
 
     for session in sessions:
         batch.add(session, session.send("Go on."))
@@ -174,12 +174,12 @@ def test_a_session_that_fills_leaves_and_comes_back(tmp_path: Any) -> None:
     assert sessions[0].loop.cache.held == sessions[0].loop.cache.seen < 64
     batch.pause(sessions[0])  # the third has its place, and its row
     step(9)
-    assert found[id(sessions[2])]
+    assert answers[id(sessions[2])]
     assert sessions[2].cache_away is not None
     batch.resume(sessions[0])
     while batch._all:
         step(1)
-    assert [found[id(s)] for s in sessions] == expected
+    assert [answers[id(s)] for s in sessions] == expected
     assert list(map(kept, sessions)) == list(map(kept, alone))
     loaded = Session.load(runtime, tmp_path / "one.kvcap")
     assert loaded.cache.held == loaded.cache.seen < 64
@@ -250,13 +250,13 @@ def test_whoever_looks_at_a_session_finds_its_own_cache(tmp_path: Any, ahead: bo
     alone, sessions = pair(runtime, SAID[:2], 30, eos_token_id=NEVER)
     pieces = alone[0].send("Go on.")
     expected = "".join(next(pieces) for _ in range(8))
-    batch, found = runtime.batch(2), ""
+    batch, written = runtime.batch(2), ""
     for session in sessions:
         batch.add(session, session.send("Go on."))
-    while len(found) < len(expected):
+    while len(written) < len(expected):
         for progress in batch.step():
-            found += progress.text if progress.session is sessions[0] else ""
-    assert found == expected
+            written += progress.text if progress.session is sessions[0] else ""
+    assert written == expected
     assert sessions[0].cache_away is not None
     seen = sessions[0].loop.cache.seen
     sessions[0].save(tmp_path / "one.kvcap")
@@ -319,17 +319,17 @@ def test_ctrl_c_while_a_pass_is_waited_for_loses_no_token(monkeypatch: pytest.Mo
     monkeypatch.setattr(batch._rows.loop, "launched", lambda: interrupted)
     for session in sessions:
         batch.add(session, session.send("Go on."))
-    found = {id(s): "" for s in sessions}
+    texts = {id(s): "" for s in sessions}
 
     def answer() -> None:
         while batch._all:
             for progress in batch.step():
-                found[id(progress.session)] += progress.text
+                texts[id(progress.session)] += progress.text
 
     with pytest.raises(KeyboardInterrupt):
         answer()
     answer()
-    assert list(found.values()) == expected
+    assert list(texts.values()) == expected
     assert list(map(kept, sessions)) == list(map(kept, alone))
 
 
@@ -435,27 +435,27 @@ def test_a_paused_answer_leaves_its_place_and_goes_on_as_if_it_had_not(policy: s
     settings = {"eos_token_id": NEVER, "do_sample": True, "temperature": 0.7, "seed": 3}
     alone, sessions = pair(runtime, SAID, **settings)
     expected = ["".join(s.send("Go on.")) for s in alone]
-    batch, found = runtime.batch(2), {id(s): "" for s in sessions}
+    batch, texts = runtime.batch(2), {id(s): "" for s in sessions}
 
     def step(times: int) -> None:
         for _ in range(times):
             for progress in batch.step():
                 assert progress.error is None
-                found[id(progress.session)] += progress.text
+                texts[id(progress.session)] += progress.text
 
     for session in sessions:
         batch.add(session, session.send("Go on."))
     step(7)
     batch.pause(sessions[0])
     assert sessions[0].cache_away is None
-    held = found[id(sessions[0])]
+    held = texts[id(sessions[0])]
     step(9)
-    assert found[id(sessions[0])] == held
-    assert found[id(sessions[2])]  # it has the place
+    assert texts[id(sessions[0])] == held
+    assert texts[id(sessions[2])]  # it has the place
     batch.resume(sessions[0])
     while batch._all:
         step(1)
-    assert [found[id(s)] for s in sessions] == expected
+    assert [texts[id(s)] for s in sessions] == expected
 
 
 def _fail(*_: Any) -> None:
@@ -490,13 +490,13 @@ def test_pinned_first_messages_stay_in_a_row(policy: str, passes: list[list[int]
     runtime = runtime_of(policy, budget=96)
 
     def sessions_of() -> list[Session]:
-        found = [runtime.session() for _ in range(3)]
-        for session, text in zip(found, ["The word is plum.", SAID[0], "Hello."], strict=True):
+        group = [runtime.session() for _ in range(3)]
+        for session, text in zip(group, ["The word is plum.", SAID[0], "Hello."], strict=True):
             session.set_generation(do_sample=False, max_new_tokens=2)
-            "".join(session.send(text, pin=session is found[0]))
-            "".join(session.send(SAID[1] if session is not found[2] else "Hi."))
+            "".join(session.send(text, pin=session is group[0]))
+            "".join(session.send(SAID[1] if session is not group[2] else "Hi."))
             session.set_generation(max_new_tokens=40, eos_token_id=NEVER)
-        return found
+        return group
 
     alone, sessions = sessions_of(), sessions_of()
     (span,) = sessions[0].cache.pinned_spans

@@ -132,11 +132,11 @@ def test_replayed_blocks_equal_eager_ones(policy, positions, tokens):
         eviction = small_policy(policy, model.config)
         cache = kvcap.BudgetCache(model.config, 64, 16, eviction, positions=positions)
         loop = BlockLoop(model, cache, graphs=graphs)
-        found = [loop.prefill(ids[:, :176])]
-        found += [loop.read(ids[:, i : i + 1]) for i in range(176, 206)]
+        rows = [loop.prefill(ids[:, :176])]
+        rows += [loop.read(ids[:, i : i + 1]) for i in range(176, 206)]
         replayed.append(loop.graphs and {kind.length for kind in loop.graphs.captured})
         cache.pin([(206, 207)])
-        logits.append(torch.stack([*found, loop.prefill(ids[:, 206:])]).float())
+        logits.append(torch.stack([*rows, loop.prefill(ids[:, 206:])]).float())
         segments = [s for layer in cache.capped_layers for s in layer.segments]
         kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
         assert cache.seen == 216
@@ -190,12 +190,12 @@ def test_several_blocks_are_replayed_in_one_pass(policy, positions, monkeypatch)
     for graphs in (True, False):
         eviction = small_policy(policy, model.config)
         cache = kvcap.BudgetCache(model.config, 64, 16, eviction, positions=positions)
-        loop, found = BlockLoop(model, cache, graphs=graphs), []
+        loop, rows = BlockLoop(model, cache, graphs=graphs), []
         for _ in range(2):
             cache.reset()
-            found += [loop.prefill(ids[:, :235])]
-            found += [loop.read(ids[:, i : i + 1]) for i in range(235, 240)]
-        logits.append(torch.stack(found))
+            rows += [loop.prefill(ids[:, :235])]
+            rows += [loop.read(ids[:, i : i + 1]) for i in range(235, 240)]
+        logits.append(torch.stack(rows))
         segments = [s for layer in cache.capped_layers for s in layer.segments]
         kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
         if graphs:
@@ -215,14 +215,14 @@ def test_prompts_that_end_within_a_block_are_replayed(policy):
     kept, logits = [], []
     for graphs in (True, False):
         cache = kvcap.BudgetCache(model.config, 64, 16, small_policy(policy, model.config))
-        loop, found = BlockLoop(model, cache, graphs=graphs), []
+        loop, rows = BlockLoop(model, cache, graphs=graphs), []
         for _ in range(2):
             cache.reset()
             start = 0
             for stop in (200, 201, 207, 209, 225, 226, 590):
-                found.append(loop.prefill(ids[:, start:stop]))
+                rows.append(loop.prefill(ids[:, start:stop]))
                 start = stop
-        logits.append(torch.stack(found))
+        logits.append(torch.stack(rows))
         segments = [s for layer in cache.capped_layers for s in layer.segments]
         kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
         if graphs:
@@ -242,9 +242,9 @@ def test_a_cache_is_filled_by_graphs(policy, dtype, tokens):
         loop = BlockLoop(model, cache.allocate(2, dtype, "cuda"), graphs=graphs)
         for _ in range(2):  # again after a reset, by what was captured before
             cache.reset()
-            found = [loop.prefill(ids[:, :50])]
-            found += [loop.read(ids[:, i : i + 1]) for i in range(50, 100)]
-        logits.append(torch.stack(found).float())
+            rows = [loop.prefill(ids[:, :50])]
+            rows += [loop.read(ids[:, i : i + 1]) for i in range(50, 100)]
+        logits.append(torch.stack(rows).float())
         memory.append([x.clone() for x in cache.buffers()])
         if graphs:
             assert {kind.length for kind in loop.graphs.captured} == {16, 1}
@@ -254,8 +254,8 @@ def test_a_cache_is_filled_by_graphs(policy, dtype, tokens):
             for x in (torch.float32, dtype)
         )
     allowed = 2 * float((plain - exact).abs().max()) + 2e-4
-    for found in logits:  # [51, B, V]
-        assert (found.transpose(0, 1) - exact).abs().max() <= allowed
+    for replayed in logits:  # [51, B, V]
+        assert (replayed.transpose(0, 1) - exact).abs().max() <= allowed
     # A token's rotation is rounded once here, and three times in the model.
     close = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.2}
     for x, y in zip(*memory, strict=True):
@@ -271,11 +271,11 @@ def test_quantised_slots_are_replayed(kind):
         loop = BlockLoop(model, cache, graphs=graphs)
         for _ in range(2):  # again after a reset, by what was captured before
             cache.reset()
-            found = [loop.prefill(ids[:, :48])]
-            found += [loop.read(ids[:, i : i + 1]) for i in range(48, 60)]
-            found += [loop.prefill(ids[:, 60:180])]
-            found += [loop.read(ids[:, i : i + 1]) for i in range(180, 200)]
-        logits.append(torch.stack(found))
+            rows = [loop.prefill(ids[:, :48])]
+            rows += [loop.read(ids[:, i : i + 1]) for i in range(48, 60)]
+            rows += [loop.prefill(ids[:, 60:180])]
+            rows += [loop.read(ids[:, i : i + 1]) for i in range(180, 200)]
+        logits.append(torch.stack(rows))
         segments = [s for layer in cache.capped_layers for s in layer.segments]
         kept.append([set(head.tolist()) for s in segments for head in s.positions[0]])
         if graphs:
@@ -292,9 +292,9 @@ def test_replayed_decoding_of_every_family(family, tokens):
     model = tiny_model(family).cuda()
     for graphs in (True, False):
         loop = BlockLoop(model, kvcap.BudgetCache(model.config, 24, 8), graphs=graphs)
-        found = [loop.prefill(ids[:, :100])]
-        found += [loop.read(ids[:, i : i + 1]) for i in range(100, 120)]
-        logits.append(torch.stack(found))
+        rows = [loop.prefill(ids[:, :100])]
+        rows += [loop.read(ids[:, i : i + 1]) for i in range(100, 120)]
+        logits.append(torch.stack(rows))
         if graphs:  # captured by kvcap's own decoder
             assert (loop.graphs.decoder is not None) == (family in OWN)
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
@@ -314,11 +314,11 @@ def test_other_families_answer_as_on_the_cpu(name, policy):
                 raise
             pytest.skip(str(error))
         loop = BlockLoop(model, cache, graphs=graphs)
-        found = [loop.prefill(ids[:, :70].to(device))]
-        found += [loop.read(ids[:, i : i + 1].to(device)) for i in range(70, 90)]
-        logits.append(torch.stack(found).cpu())
-    for found in logits[1:]:
-        torch.testing.assert_close(found, logits[0], rtol=1e-3, atol=1e-3)
+        rows = [loop.prefill(ids[:, :70].to(device))]
+        rows += [loop.read(ids[:, i : i + 1].to(device)) for i in range(70, 90)]
+        logits.append(torch.stack(rows).cpu())
+    for on_device in logits[1:]:
+        torch.testing.assert_close(on_device, logits[0], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("policy", ["keydiff", "dropkv"])
@@ -448,14 +448,14 @@ def test_sessions_of_unequal_lengths_answer_together_as_alone(policy):
     texts = ["".join(facts), "Hello.", "".join(facts[:3]), "".join(facts[::-1])]
 
     def begun() -> list[Session]:
-        found = [runtime.session() for _ in texts]
-        for session, text in zip(found, texts, strict=True):
+        group = [runtime.session() for _ in texts]
+        for session, text in zip(group, texts, strict=True):
             session.set_generation(do_sample=False, max_new_tokens=2)
-            if session is found[3] and policy != "pyramidkv":  # whose last layer is too small
+            if session is group[3] and policy != "pyramidkv":  # whose last layer is too small
                 "".join(session.send("The word is plum.", pin=True))
             "".join(session.send(text))
             session.set_generation(max_new_tokens=60, eos_token_id=1_000_000)
-        return found
+        return group
 
     alone, sessions = begun(), begun()
     expected = ["".join(session.send("Go on.")) for session in alone]
@@ -463,10 +463,10 @@ def test_sessions_of_unequal_lengths_answer_together_as_alone(policy):
     assert batch.why_one_by_one is None
     for session in sessions:
         batch.add(session, session.send("Go on."))
-    found = dict.fromkeys(map(id, sessions), "")
+    answers = dict.fromkeys(map(id, sessions), "")
     for session, text in batch:
-        found[id(session)] += text
-    assert [found[id(session)] for session in sessions] == expected
+        answers[id(session)] += text
+    assert [answers[id(session)] for session in sessions] == expected
     # Tokens of sentences that are alike may be worth the same but for rounding.
     assert differing(sessions, alone) <= 0.005
     made = batch._rows.loop.graphs.captured

@@ -48,10 +48,10 @@ def runtime_of(policy: Any = "keydiff", budget: int = 48, **more: Any) -> kvcap.
 
 def sessions_of(runtime: kvcap.Runtime, tokens: tuple[int, ...]) -> list[Session]:
     """Sessions whose answers have so many tokens."""
-    found = [runtime.session() for _ in tokens]
-    for session, count in zip(found, tokens, strict=True):
+    sessions = [runtime.session() for _ in tokens]
+    for session, count in zip(sessions, tokens, strict=True):
         session.set_generation(do_sample=False, max_new_tokens=count, eos_token_id=NEVER)
-    return found
+    return sessions
 
 
 @pytest.mark.slow(keep=6)
@@ -98,8 +98,8 @@ def test_a_pass_of_one_is_the_sessions_own_to_the_bit(policy: str) -> None:
         "".join(one.send(TEXTS[2]))
     for token in range(30, 50):
         with torch.inference_mode():
-            found = read_token_of_each(runtime.model, [token], [session.loop.cache])
-        assert torch.equal(found, alone.loop.read(torch.tensor([[token]])))
+            logits = read_token_of_each(runtime.model, [token], [session.loop.cache])
+        assert torch.equal(logits, alone.loop.read(torch.tensor([[token]])))
     assert kept(session) == kept(alone)
 
 
@@ -123,13 +123,13 @@ def test_logits_of_a_family_are_those_of_each_cache_alone(family: str) -> None:
 
     def filled() -> list[kvcap.BudgetCache]:
         torch.manual_seed(1)
-        found = []
+        caches = []
         for length in lengths:
             cache = kvcap.BudgetCache(model.config, 16, 8, evict_every=3)
             cache.allocate(1, torch.float32, "cpu")
             BlockLoop(model, cache).prefill(torch.randint(3, 90, (1, length)))
-            found.append(cache)
-        return found
+            caches.append(cache)
+        return caches
 
     together, alone = filled(), filled()
     if why := why_no_pass(together[0]):
@@ -138,10 +138,10 @@ def test_logits_of_a_family_are_those_of_each_cache_alone(family: str) -> None:
     for step in range(10):
         tokens = [5 + step, 30 + step, 60 - step]
         with torch.inference_mode():
-            found = read_token_of_each(model, tokens, together)
+            logits = read_token_of_each(model, tokens, together)
         for row, (cache, token) in enumerate(zip(alone, tokens, strict=True)):
             expected = BlockLoop(model, cache).read(torch.tensor([[token]]))
-            torch.testing.assert_close(found[row : row + 1], expected, atol=2e-4, rtol=2e-4)
+            torch.testing.assert_close(logits[row : row + 1], expected, atol=2e-4, rtol=2e-4)
     for one, other in zip(together, alone, strict=True):
         assert (one.seen, one.held) == (other.seen, other.held)
 
@@ -227,7 +227,7 @@ def kept_rotated(runtime: kvcap.Runtime, *, keeps: bool) -> list[torch.Tensor]:
     """Logits of a session's tokens, read in passes of its own, and its keys at the end."""
     (session,), batch = sessions_of(runtime, (2,)), runtime.batch(2)
     "".join(session.send(TEXTS[2]))
-    answer, found, passes = Answer(session, iter(())), list[torch.Tensor](), batch._rows  # type: ignore[arg-type]
+    answer, tensors, passes = Answer(session, iter(())), list[torch.Tensor](), batch._rows  # type: ignore[arg-type]
     assert isinstance(passes, SharedPass)
     assert passes.nbytes > 0
     if not keeps:
@@ -237,20 +237,20 @@ def kept_rotated(runtime: kvcap.Runtime, *, keeps: bool) -> list[torch.Tensor]:
             session.loop.read(torch.tensor([[5, 6, 7]]))
         answer.step = Step(token=token)
         passes.join(answer)
-        found += passes.begin([answer], [token])()
+        tensors += passes.begin([answer], [token])()
     copy = session.loop.cache.capped_layers[0].engine.positions.copy
     assert (copy is not None and copy.count > 0) is keeps
-    found += [segment.keys for layer in session.cache.capped_layers for segment in layer.segments]
+    tensors += [segment.keys for layer in session.cache.capped_layers for segment in layer.segments]
     assert session.loop.cache.capped_layers[0].engine.positions.copy is None
-    return found
+    return tensors
 
 
 @pytest.mark.parametrize("policy", ["keydiff", "snapkv", "pyramidkv"])
 def test_keys_that_stay_rotated_between_evictions_are_the_same(policy: str) -> None:
     runtime = runtime_of(policy, dtype="bfloat16")
-    found = kept_rotated(runtime, keeps=True)
+    tensors = kept_rotated(runtime, keeps=True)
     expected = kept_rotated(runtime, keeps=False)
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, tensors, expected))
 
 
 @pytest.mark.parametrize("policy", ["keydiff", "snapkv", "streaming_llm"])
