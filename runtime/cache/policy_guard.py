@@ -89,9 +89,9 @@ class PolicyGuard:
         except Exception as error:
             if "DefaultCPUAllocator" in str(error):  # no memory, as torch says it
                 raise
-            said = f"failed with {type(error).__name__}: {error}; it observes "
-            said += ", ".join(sorted(self.eviction.observes)) or "nothing"
-            raise PolicyError(f"policy {self.name}: {what} {said}") from error
+            failure = f"failed with {type(error).__name__}: {error}; it observes "
+            failure += ", ".join(sorted(self.eviction.observes)) or "nothing"
+            raise PolicyError(f"policy {self.name}: {what} {failure}") from error
         for name, values in watched.items():
             if _writes(values) != before[name]:
                 self._refuse(what, f"wrote into obs.{name}, which is the cache's; make new tensors")

@@ -37,14 +37,14 @@ def print_answer(
     Returns:
         The exit code: 0, 4 where the cap ended it, 130 where Ctrl-C did.
     """
-    last, said = session.turn, list[str]()
+    last, written = session.turn, list[str]()
     code, refused, screen = OK, None, None
     try:
         with closing(cast(Any, say())) as pieces:
             screen = meter(lambda: session.stats, shown=not output.quiet)
             session.on_block = screen.reading
             for piece in pieces:
-                said.append(piece)
+                written.append(piece)
                 screen.write("" if output.json else piece)
     except KeyboardInterrupt:
         code = INTERRUPTED
@@ -55,9 +55,9 @@ def print_answer(
         if screen is not None:
             screen.clear()
             # Before anything else is printed, even if another error is on its way out.
-            if said and not output.json:
+            if written and not output.json:
                 screen.end()
-    text, stats, begun = "".join(said), session.stats, session.turn is not last
+    text, stats, begun = "".join(written), session.stats, session.turn is not last
     if session.turn is None or not begun:  # refused before anything was read
         stats = replace(stats, turn=Turn(finish_reason="cap" if code == CAP else "interrupted"))
     passages = session.recall.passages if stats.turn and stats.turn.recalled_tokens else []
@@ -66,7 +66,7 @@ def print_answer(
         if begun and session.logprobs:
             document["logprobs"] = [one.as_dict() for one in session.logprobs]
         print(json.dumps(document), flush=True)
-    elif screen is not None and not said and code != CAP:
+    elif screen is not None and not written and code != CAP:
         screen.end()
     if refused is not None:
         complain(refused)

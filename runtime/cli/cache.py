@@ -64,9 +64,9 @@ def _ago(seconds: int) -> str:
 def _made_of(path: Path) -> tuple[str, dict[str, str]]:
     """Return the model that a folder was made of, and how; nothing where it does not say so."""
     try:
-        said: Any = read_json(path / KEPT_FROM)
-        model, options = said["model"], list(said.get("options", []))
-        settings = {"weights": said["weights"]} if "weights" in said else {}
+        record: Any = read_json(path / KEPT_FROM)
+        model, options = record["model"], list(record.get("options", []))
+        settings = {"weights": record["weights"]} if "weights" in record else {}
     except (OSError, ValueError, LookupError, TypeError):
         return "", {}
     while options:

@@ -397,10 +397,10 @@ class Chat:
         else:
             dim("no passage of the conversation has enough of these words")
 
-    def _set_recall(self, said: str) -> None:
+    def _set_recall(self, setting: str) -> None:
         """Change how much is recalled; the index keeps the bytes that were planned for it."""
         plan, recall = self.session.runtime.plan, self.session.recall
-        wanted = RecallSettings.parse(said, recall.settings.nbytes or plan.recall_store or None)
+        wanted = RecallSettings.parse(setting, recall.settings.nbytes or plan.recall_store or None)
         if plan.baseline and wanted.nbytes > plan.recall_store:
             raise ValueError(
                 "--memory-cap has no room for an index of evicted text, as the chat began with "

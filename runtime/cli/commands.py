@@ -230,8 +230,8 @@ def plan_command(
     except PlanInfeasible as error:
         if not json_:
             raise
-        said = {"fits": False, "error": str(error), **error.least, "free_bytes": free.nbytes}
-        print(json.dumps(said))
+        document = {"fits": False, "error": str(error), **error.least, "free_bytes": free.nbytes}
+        print(json.dumps(document))
         complain(error)
         raise Exit(INFEASIBLE) from error
     tokens = length or plan.trained_length

@@ -256,18 +256,18 @@ def variables(context: click.Context, names: Iterable[str]) -> list[str]:
 
 def _name_variables(error: Exception, context: click.Context, given: dict[str, Any]) -> None:
     """Add to an error the environment's variables whose values or options it mentions."""
-    said = str(error)
+    message = str(error)
     options = {p.name: p.opts for p in context.command.params}
     meant = [
         name
         for name, value in given.items()
-        if any(option in said for option in options.get(name, []))
-        or any(text in said for text in (f"{value!r}", f"={value}", f" {value} ") if value)
+        if any(option in message for option in options.get(name, []))
+        or any(text in message for text in (f"{value!r}", f"={value}", f" {value} ") if value)
     ]
     if listed := variables(context, meant):
         source = f"the environment says {', '.join(listed)}"
-        said = f"{said}; {source}" if said.endswith(")") else f"{said} ({source})"
-        error.args = (said, *error.args[1:])
+        message = f"{message}; {source}" if message.endswith(")") else f"{message} ({source})"
+        error.args = (message, *error.args[1:])
 
 
 def _print_help(context: click.Context) -> None:

@@ -403,8 +403,8 @@ def needed(matches: Sequence[Match], near: float = NEAR_BEST) -> list[Match]:
 
     A part is what a passage has of the question's words and those chosen before it have not.
 
-    >>> said = ({"sister": 0.3, "live": 0.2}, {"live": 0.2}, {"cat": 0.3, "name": 0.2})
-    >>> matches = [Match((i, i + 1), sum(has.values()), has) for i, has in enumerate(said)]
+    >>> weights = ({"sister": 0.3, "live": 0.2}, {"live": 0.2}, {"cat": 0.3, "name": 0.2})
+    >>> matches = [Match((i, i + 1), sum(has.values()), has) for i, has in enumerate(weights)]
     >>> [one.span for one in needed(matches)]
     [(0, 1), (2, 3)]
 

@@ -117,8 +117,8 @@ def question_start(ids: Sequence[int], first: int, stop: int, pieces: Callable[[
 
     >>> question_start(range(10), 3, 8, str)
     3
-    >>> said = [" so"] * 799 + [".\n"] + ["It"] + [" was"] * 59 + ["\n"] + ["Ok"] * 5
-    >>> question_start(range(866), 3, 866, said.__getitem__)
+    >>> texts = [" so"] * 799 + [".\n"] + ["It"] + [" was"] * 59 + ["\n"] + ["Ok"] * 5
+    >>> question_start(range(866), 3, 866, texts.__getitem__)
     800
 
     Args:

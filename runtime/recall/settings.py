@@ -20,7 +20,7 @@ CAP_SHARE = 32  # of a small cap of the process, this part is for the index
 class RecallSettings(NamedTuple):
     """A set of settings of recall that a user asked for.
 
-    >>> [RecallSettings.parse(said).limit(512) for said in ("auto", "off", "5000")]
+    >>> [RecallSettings.parse(setting).limit(512) for setting in ("auto", "off", "5000")]
     [170, 0, 512]
     """
 

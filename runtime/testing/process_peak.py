@@ -121,8 +121,8 @@ def run_test(report: str, arguments: list[str]) -> None:
 
     outcome = Outcome()
     code = pytest.main(arguments, plugins=[outcome])
-    if outcome.said:
-        Path(report).write_text(json.dumps(outcome.said))
+    if outcome.result:
+        Path(report).write_text(json.dumps(outcome.result))
         code = pytest.ExitCode.OK
     sys.exit(code)
 
@@ -131,7 +131,7 @@ class Outcome:
     """Keeps pytest's report of a test that did not pass."""
 
     def __init__(self) -> None:
-        self.said: dict[str, str] = {}
+        self.result: dict[str, str] = {}
 
     def pytest_collectreport(self, report: Any) -> None:
         """Note that a module cannot be imported."""
@@ -140,12 +140,12 @@ class Outcome:
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Note a failure or skip in set-up, body or tear-down."""
         if report.failed:
-            parts = [self.said.get("failed", ""), report.longreprtext]
+            parts = [self.result.get("failed", ""), report.longreprtext]
             parts += [f"---- {title} ----\n{text}" for title, text in report.sections]
-            self.said = {"failed": "\n".join(filter(None, parts))}
-        elif report.skipped and not self.said:
+            self.result = {"failed": "\n".join(filter(None, parts))}
+        elif report.skipped and not self.result:
             why = report.longrepr
-            self.said = {"skipped": str(why[2] if isinstance(why, tuple) else why)}
+            self.result = {"skipped": str(why[2] if isinstance(why, tuple) else why)}
 
 
 def start() -> int:

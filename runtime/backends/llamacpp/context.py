@@ -58,15 +58,15 @@ class Allocated(NamedTuple):
     output: int = 0  # of logits, likewise
 
     @classmethod
-    def parse(cls, said: str) -> Allocated:
+    def parse(cls, log: str) -> Allocated:
         """Read the bytes from the library's log, and undo its rounding of those of cells."""
-        caches = [_cells_bytes(*match) for match in CELLS.findall(said)]
+        caches = [_cells_bytes(*match) for match in CELLS.findall(log)]
         return cls(
             cells=caches[0] if caches else 0,
             sliding=sum(caches[1:]),
-            states=_mebibytes(STATES.findall(said)),
-            compute=_mebibytes(COMPUTE.findall(said)),
-            output=_mebibytes(OUTPUT.findall(said)),
+            states=_mebibytes(STATES.findall(log)),
+            compute=_mebibytes(COMPUTE.findall(log)),
+            output=_mebibytes(OUTPUT.findall(log)),
         )
 
 
@@ -192,18 +192,18 @@ class Context:
         # More threads than cores wait for each other for minutes.
         self.threads = threads and min(threads, len(usable_cores()))
         settings.n_threads = settings.n_threads_batch = self.threads or free_core_count()
-        model.library.said()
+        model.library.take_log()
         self.pointer: int | None = self.calls.llama_init_from_model(model.pointer, settings)
-        said = model.library.said()
+        log = model.library.take_log()
         if not self.pointer:
             raise MemoryCapExceeded(
                 f"llama.cpp cannot allocate {cells:,} cells for {sequences} conversations: "
-                f"{reason(said)}; use fewer"
+                f"{reason(log)}; use fewer"
             )
         # The context refers to the model, so it must be freed first.
         weakref.finalize(self, _free, self.calls, self.pointer, model)
         self.memory: int = self.calls.llama_get_memory(self.pointer)
-        self.allocated = Allocated.parse(said)
+        self.allocated = Allocated.parse(log)
         self.cells = int(self.calls.llama_n_ctx_seq(self.pointer))
         # Where sliding layers have fewer cells the library says no, and moves keys nevertheless.
         self.can_shift = model.slides or bool(self.calls.llama_memory_can_shift(self.memory))
@@ -255,7 +255,7 @@ class Context:
         if code := self.calls.llama_decode(self.pointer, batch):
             raise MemoryCapExceeded(
                 f"llama.cpp refused {len(tokens)} tokens with code {code}: "
-                f"{reason(self.model.library.said())}"
+                f"{reason(self.model.library.take_log())}"
             )
         self.model.library.lines.clear()
         rows = [self._logits(index) for index in outputs]

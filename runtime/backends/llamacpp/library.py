@@ -287,7 +287,7 @@ class Library:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.lines: list[str] = []
-        """Holds what the library wrote to its log since `said` was last called."""
+        """Holds what the library wrote to its log since `take_log` was last called."""
         try:
             self._beside = beside = [
                 ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
@@ -317,7 +317,7 @@ class Library:
         """Keep a line of the log."""
         self.lines.append(text.decode("utf-8", "replace"))
 
-    def said(self) -> str:
+    def take_log(self) -> str:
         """Return the log since the last call, and begin it anew."""
         text = "".join(self.lines)
         self.lines.clear()

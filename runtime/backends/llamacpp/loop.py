@@ -325,7 +325,7 @@ class LlamaLoop(ArrayLoop):
                 cache.reset()
                 raise MemoryCapExceeded(
                     f"llama.cpp did not take back the cells that were copied: "
-                    f"{reason(cache.context.library.said())}"
+                    f"{reason(cache.context.library.take_log())}"
                 )
             cache._renumber_beyond_limit(0)  # as the copy may be of other positions
 

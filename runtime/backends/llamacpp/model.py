@@ -59,11 +59,13 @@ class LlamaModel:
         settings.gpu_layers = gpu_layers
         if planned:
             settings.no_alloc, settings.load_mode = True, 0  # a mapped file would be read
-        library.said()
+        library.take_log()
         self.pointer: int | None = calls.llama_model_load_from_file(str(file).encode(), settings)
-        self.said = library.said()
+        self.loading_log = library.take_log()
         if not self.pointer:
-            raise ModelFilesBroken(f"llama.cpp cannot load {str(file)!r}: {reason(self.said)}")
+            raise ModelFilesBroken(
+                f"llama.cpp cannot load {str(file)!r}: {reason(self.loading_log)}"
+            )
         self.owner = Owner()
         """Holds an object that frees the weights and the vocabulary once nobody has it."""
         weakref.finalize(self.owner, calls.llama_model_free, self.pointer)
@@ -86,7 +88,7 @@ class LlamaModel:
     def ends(self) -> list[int]:
         """Return the tokens that end an answer, as the library lists them; the file's own first."""
         own = self.tokenizer.eos_token_id
-        listed = (int(token) for token in END.findall(self.said))
+        listed = (int(token) for token in END.findall(self.loading_log))
         return list(dict.fromkeys([*([] if own is None else [own]), *listed]))
 
     @property
@@ -151,9 +153,9 @@ class LlamaModel:
     @property
     def key_length(self) -> int:
         """Return the numbers of a key of one head."""
-        said = self.field(f"{self.architecture}.attention.key_length")
-        if said is not None:
-            return int(said)
+        length = self.field(f"{self.architecture}.attention.key_length")
+        if length is not None:
+            return int(length)
         heads = int(self.library.calls.llama_model_n_head(self.pointer))
         return self.embedding_size // max(1, heads)
 
@@ -169,8 +171,8 @@ class LlamaModel:
         It rotates quantised keys by Hadamard's matrix where heads are a multiple of 64 numbers;
         elsewhere turning them ends the process.
         """
-        said = self.field(f"{self.architecture}.rope.dimension_count")
-        turned = self.key_length if said is None else int(said)
+        count = self.field(f"{self.architecture}.rope.dimension_count")
+        turned = self.key_length if count is None else int(count)
         if self.key_length % HADAMARD or turned != self.key_length:
             return f"heads have {self.key_length} numbers, of which positions turn {turned}"
         return None
@@ -211,16 +213,16 @@ class LlamaModel:
     @property
     def sampling(self) -> dict[str, float]:
         """Return the settings of generation that the file's header has, by their names."""
-        said = {setting: self.field(name) for name, setting in SAMPLING.items()}
+        texts = {setting: self.field(name) for name, setting in SAMPLING.items()}
         return {
             setting: int(float(text)) if setting == "top_k" else float(text)
-            for setting, text in said.items()
+            for setting, text in texts.items()
             if text is not None
         }
 
 
-def reason(said: str) -> str:
+def reason(log: str) -> str:
     """Return the line of the library's log that says why something failed, else its last one."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
     named = (line for line in lines if re.search("error|fail|invalid", line))
     return next(named, lines[-1] if lines else "it does not say why")
