@@ -279,7 +279,7 @@ class OllamaForm(TranslatedForm):
 
     def closing(self, reply: Reply) -> bytes:
         """Write what was held back, the calls, and the figures."""
-        last = {**self._said({}), **self._likely(), **self._figures(reply)}
+        last = {**self._delta_line({}), **self._likely(), **self._figures(reply)}
         return self.rest(reply) + _json_line(last)
 
     def failed(self, error: ApiError) -> bytes:
@@ -289,21 +289,21 @@ class OllamaForm(TranslatedForm):
     def body(self, reply: Reply) -> dict[str, Any]:
         """Return the whole answer, with its figures."""
         delta = {"content": self.content, "reasoning_content": self.thoughts}
-        line = self._said({**delta, "tool_calls": self.calls})
+        line = self._delta_line({**delta, "tool_calls": self.calls})
         return {**line, **self._likely(), **self._figures(reply)}
 
     def delta(self, delta: Mapping[str, Any]) -> bytes:
         """Write a delta's line."""
         if not delta or delta == {"content": ""}:
             return b""
-        return _json_line({**self._said(delta), **self._likely(), "done": False})
+        return _json_line({**self._delta_line(delta), **self._likely(), "done": False})
 
     def _likely(self) -> dict[str, Any]:
         """Return how likely the tokens were that no line has had, if that was asked for."""
         logprobs, self.likely = self.likely, []
         return {"logprobs": logprobs} if logprobs else {}
 
-    def _said(self, delta: Mapping[str, Any]) -> dict[str, Any]:
+    def _delta_line(self, delta: Mapping[str, Any]) -> dict[str, Any]:
         """Return one delta of a chat's stream in ollama's words."""
         text, thoughts = delta.get("content") or "", delta.get("reasoning_content")
         line = {"model": self.model, "created_at": now()}

@@ -749,7 +749,9 @@ class ChatRequest(Request):
     def template_options(self) -> dict[str, Any] | None:
         """Return the further names that the chat template gets; None: none were given."""
         named = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
-        options: dict[str, Any] = {name: said for name, said in named.items() if said is not None}
+        options: dict[str, Any] = {
+            name: value for name, value in named.items() if value is not None
+        }
         if self.reasoning_effort == "none":
             options["enable_thinking"] = False
         return options | (self.chat_template_kwargs or {}) or None

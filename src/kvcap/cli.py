@@ -125,13 +125,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _wrong_option(error: Any) -> str:
     """Return click's message on an option, and the environment variable that set it, if any."""
-    said = str(error.format_message())
+    message = str(error.format_message())
     where = getattr(error, "ctx", None)
     parameter = getattr(error, "param", None)
     if where is None or parameter is None:
-        return said
+        return message
     settings = variables(where, [str(parameter.name)])
-    return f"{said}; the environment says {settings[0]}" if settings else said
+    return f"{message}; the environment says {settings[0]}" if settings else message
 
 
 def wait_briefly() -> None:
