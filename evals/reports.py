@@ -17,11 +17,11 @@ if TYPE_CHECKING:  # imported where it is used, as some processes are measured w
 
 def versions() -> dict[str, str]:
     """Return the versions of kvcap, Python, and the libraries that compute where they are there."""
-    found = {"kvcap": kvcap.__version__, "python": platform.python_version()}
+    installed = {"kvcap": kvcap.__version__, "python": platform.python_version()}
     for library in ("torch", "transformers"):
         with suppress(PackageNotFoundError):
-            found[library] = version(library)
-    return found
+            installed[library] = version(library)
+    return installed
 
 
 def device_name(device: torch.device | str, threads: int | None = None) -> str:

@@ -79,8 +79,8 @@ def choose(rows: Sequence[PolicyFigures]) -> Recommendation:
     sound = [row for row in candidates if row.cost <= floor.cost + SAME]
     if not sound:
         reasons = {row.policy: _worse(row, floor) for row in candidates}
-        said = (f"{name} is worse than random eviction: {x}" for name, x in reasons.items())
-        return Recommendation(None, reasons, tuple(said))
+        sentences = (f"{name} is worse than random eviction: {x}" for name, x in reasons.items())
+        return Recommendation(None, reasons, tuple(sentences))
     least = min(row.cost for row in sound)
     alike = [row for row in sound if row.cost <= least + SAME]
     fastest = min(_time(row) for row in alike)
@@ -142,8 +142,8 @@ def _on_choice(chosen: PolicyFigures, floor: PolicyFigures) -> str:
     """Return a sentence on the figures of the chosen policy, beside those of random eviction."""
     facts = f" and {share(chosen.facts)} facts" if chosen.facts else ""
     ratio = flow_beside(chosen, floor).difference
-    said = f"{chosen.policy} is chosen, with a perplexity of {chosen.perplexity:.3f}{facts}"
-    return f"{said}; that is {ratio:.3f} times the perplexity of random eviction" + (
+    sentence = f"{chosen.policy} is chosen, with a perplexity of {chosen.perplexity:.3f}{facts}"
+    return f"{sentence}; that is {ratio:.3f} times the perplexity of random eviction" + (
         f", which finds {share(floor.facts)}" if floor.facts else ""
     )
 

@@ -459,13 +459,13 @@ def _announced(
 ) -> str:
     """Return a sentence on what is going to be measured, and how long that takes."""
     names = ", ".join(side.policy for side in measured)
-    said = (
+    sentence = (
         f"measuring {names} on pieces of {length:,} tokens and facts in {facts_length:,}; done "
         f"after about {minutes:.1f} of {request.minutes:g} minutes"
     )
     if not left_out:
-        return said
-    return f"{said}; there is no time for {', '.join(left_out)}, give more --minutes for them"
+        return sentence
+    return f"{sentence}; there is no time for {', '.join(left_out)}, give more --minutes for them"
 
 
 def _measure(
