@@ -32,7 +32,7 @@ SHARES: tuple[float, ...] = (0.0625, 0.125, 0.25, 0.5)
 PROJECTIONS = True
 TEXTS = None
 WAYS = ("once", "blocks")
-SAID = {"once": "evicted once", "blocks": "after every block"}
+LABELS = {"once": "evicted once", "blocks": "after every block"}
 LEAST = 1e-4  # relative to ‖o‖₁; heads that change less are not compared
 
 
@@ -157,7 +157,7 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
         axis.set_facecolor("#c3c8cd")
         lower = figures[way]["lower"][middle]
         suffix = "" if lower is None else f": lower in {100 * lower:.0f} % of heads"
-        axis.set_title(f"{SAID[way]}, {slots} slots{suffix}", fontsize=8)
+        axis.set_title(f"{LABELS[way]}, {slots} slots{suffix}", fontsize=8)
         axis.set_xlabel("query head", fontsize=8)
         axis.set_ylabel("layer", fontsize=8)
         numbers = figures["layers"]
@@ -170,7 +170,7 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
     for i, policy in enumerate(figures["policies"]):
         for way, dash in (("once", "-"), ("blocks", "--")):
             style = {"color": colors[i], "ls": dash, "marker": markers[i], "ms": 4, "lw": 1.2}
-            label = f"{policy}, {SAID[way]}"
+            label = f"{policy}, {LABELS[way]}"
             by_layer = figures[way]["relative_by_layer"][i][middle]
             layers.plot(range(len(by_layer)), by_layer, label=label, **style)
             budgets.plot(figures["budgets"], figures[way]["relative"][i], label=label, **style)

@@ -56,18 +56,18 @@ class Process:
         packages = PROGRAMS[name][1]
         threads = settings["threads"]
         environment, code = _environment(name, python, threads), _code(name, python, "main")
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # until the program is closed
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # until the program is closed
         try:
             self._child = subprocess.Popen(
                 [self.python, "-c", code],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._said,
+                stderr=self._stderr,
                 env=environment,
                 text=True,
             )
         except OSError as error:
-            self._said.close()
+            self._stderr.close()
             raise PeerFailed(
                 f"{name} cannot be run by {self.python!r}: {error.strerror}; give the Python of "
                 f"its environment, --peer-python {name}=PATH"
@@ -107,7 +107,7 @@ class Process:
         except BrokenPipeError:
             answer = ""
         if not answer:
-            raise _ended(self.name, self.python, child, self._said)
+            raise _ended(self.name, self.python, child, self._stderr)
         reply: dict[str, Any] = json.loads(answer)
         return reply
 
@@ -115,7 +115,7 @@ class Process:
         """End the program."""
         self._child.kill()
         self._child.communicate()
-        self._said.close()
+        self._stderr.close()
 
     def __enter__(self) -> Process:
         return self

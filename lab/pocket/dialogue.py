@@ -102,8 +102,8 @@ Repeat that.|What did you say?|Pardon?
 
 
 def _parse(block: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    said, replies = (re.sub(r"\n\s*", "", part) for part in block.split("\n=> "))
-    return tuple(said.split("|")), tuple(replies.split("|"))
+    messages, replies = (re.sub(r"\n\s*", "", part) for part in block.split("\n=> "))
+    return tuple(messages.split("|")), tuple(replies.split("|"))
 
 
 # a block ends where the next line is neither an answer nor goes on with "|"
@@ -135,8 +135,8 @@ def small_talk(rng: Random) -> Turn:
         return _odd(rng), pick(rng, _PUZZLED)
     if draw < 0.25:
         return sentence(rng, pick(rng, FAMILIAR)), pick(rng, _REMARK)
-    said, replies = INTENTS[rng.randrange(len(INTENTS))]
-    text = pick(rng, said)
+    messages, replies = INTENTS[rng.randrange(len(INTENTS))]
+    text = pick(rng, messages)
     if rng.random() < 0.15:  # people do not always mind case and full stops
         text = text.lower().rstrip(".!?")
     return text, pick(rng, replies)

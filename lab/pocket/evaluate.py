@@ -81,8 +81,8 @@ PROBES: dict[str, Callable[[Random, int], Talk]] = {
 @torch.inference_mode()
 def score(model: PreTrainedModel, tokenizer: Tokens, talk: Talk) -> list[bool]:
     """Return for each scored message of ``talk`` whether the model would say just that."""
-    said, wanted = talk
-    ids = tokenizer(render(said), return_tensors="pt").input_ids.to(model.device)
+    messages, wanted = talk
+    ids = tokenizer(render(messages), return_tensors="pt").input_ids.to(model.device)
     guess = model(ids, use_cache=False).logits[0, :-1].argmax(-1)
     right = guess == ids[0, 1:]
     assistant, end = tokenizer.convert_tokens_to_ids([ASSISTANT, END])

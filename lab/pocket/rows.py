@@ -122,9 +122,9 @@ def weights(ids: torch.Tensor, special: int, assistant: int, digits: torch.Tenso
     """
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     latest = torch.where(ids < special, positions, 0).cummax(1).values
-    said = (ids.gather(1, latest) == assistant)[:, :-1]
+    from_assistant = (ids.gather(1, latest) == assistant)[:, :-1]
     weight = torch.where(digits[ids[:, 1:]], 50.0, 15.0)
-    return torch.where(said, weight, 1.0)
+    return torch.where(from_assistant, weight, 1.0)
 
 
 def digit_table(tokenizer: Tokenizer) -> torch.Tensor:

@@ -53,8 +53,8 @@ def update(rng: Random, tokens: int) -> list[Message]:
             "{K} is {v} now.",
         ),
     )
-    said = wording.format(k=changed.key, K=capital(changed.key), v=changed.value)
-    turns.append((said, f"Okay, {changed.theirs} is now {changed.value}."))
+    correction = wording.format(k=changed.key, K=capital(changed.key), v=changed.value)
+    turns.append((correction, f"Okay, {changed.theirs} is now {changed.value}."))
     return messages([*turns, ask(rng, changed), *quiz(rng, [changed, *known[1:]], 2)])
 
 

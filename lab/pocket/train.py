@@ -212,9 +212,9 @@ def weighted_loss(
     """Return the weighted mean loss, and the plain mean over the assistant's tokens."""
     logits = F.linear(hidden[:, :-1], head).flatten(0, 1).float()
     each = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
-    weight, said = weight.flatten(), (weight > 1).flatten()
+    weight, from_assistant = weight.flatten(), (weight > 1).flatten()
     total = (each * weight).sum() / weight.sum()
-    return total, (each.detach() * said).sum() / said.sum().clamp(min=1)
+    return total, (each.detach() * from_assistant).sum() / from_assistant.sum().clamp(min=1)
 
 
 def begin(
