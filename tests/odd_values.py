@@ -15,7 +15,7 @@ VALUES = [
 ]  # fmt: skip
 
 
-def places(document: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def paths_of(document: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the paths of all values in a document."""
     items: Any = ()
     if isinstance(document, dict):
@@ -23,7 +23,7 @@ def places(document: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]
     elif isinstance(document, list):
         items = list(enumerate(document))[:3]
     paths = [(*before, key) for key, _ in items]
-    return paths + [place for key, value in items for place in places(value, (*before, key))]
+    return paths + [path for key, value in items for path in paths_of(value, (*before, key))]
 
 
 @st.composite
@@ -31,7 +31,7 @@ def odd(draw: Any, document: Any) -> Any:
     """Return the document with one or two values removed or replaced by odd ones."""
     changed = copy.deepcopy(document)
     for _ in range(draw(st.integers(1, 2))):
-        *above, last = draw(st.sampled_from(places(changed)))
+        *above, last = draw(st.sampled_from(paths_of(changed)))
         holder = changed
         for key in above:
             holder = holder[key]

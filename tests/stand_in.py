@@ -21,7 +21,7 @@ class Script:
     reason: str = "stop"
     refused: Exception | None = None  # raised by `submit`
     early: Exception | None = None  # raised instead of a first piece
-    late: Exception | None = None  # raised after the last piece
+    at_end: Exception | None = None  # raised after the last piece
     wait_s: float = 0.0  # seconds before each piece
 
 
@@ -51,15 +51,15 @@ class Answer:
             self.given += 1
             given = Piece(piece) if isinstance(piece, str) else piece
             return given._replace(completion_tokens=given.completion_tokens or self.given)
-        if self.script.late is not None:
-            raise self.script.late
+        if self.script.at_end is not None:
+            raise self.script.at_end
         self.finish_reason = self.script.reason
         if self.ask.tools:
             text = "".join(x if isinstance(x, str) else x.text for x in self.script.pieces)
-            place = (1, self.ask.number)
-            self.parsed = parsed_text(text, text, self.ask.tools).with_ids(place)
+            answer_index = (1, self.ask.number)
+            self.parsed = parsed_text(text, text, self.ask.tools).with_ids(answer_index)
             if self.ask.must_call:
-                self.parsed = cut_call(self.parsed, place)
+                self.parsed = cut_call(self.parsed, answer_index)
         self.usage = Usage(
             11,
             4,

@@ -805,7 +805,7 @@ def test_a_row_that_is_there_twice_is_refused(clean):
 
 
 @pytest.mark.parametrize(
-    ("change", "place"),
+    ("change", "path"),
     [
         (lambda f: f["cells"][0].pop("samples_us"), "cells/0: 'samples_us' is a required"),
         (lambda f: f["cells"][0]["samples_us"].clear(), "cells/0/samples_us"),
@@ -818,10 +818,10 @@ def test_a_row_that_is_there_twice_is_refused(clean):
         (lambda f: f.pop("device"), "the whole: 'device' is a required"),
     ],
 )
-def test_documents_that_break_the_schema_are_refused(clean, tmp_path, change, place):
+def test_documents_that_break_the_schema_are_refused(clean, tmp_path, change, path):
     change(clean)
     (tmp_path / "r.json").write_text(json.dumps(clean))
-    with pytest.raises(ResultBroken, match=re.escape(place)):
+    with pytest.raises(ResultBroken, match=re.escape(path)):
         read_result(tmp_path / "r.json")
 
 

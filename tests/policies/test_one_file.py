@@ -160,8 +160,8 @@ import pytest, re
 def pytest_collection_modifyitems(items):
     sets = {}
     for item in items:
-        test, _, said = item.nodeid.partition("[")
-        of = tuple(name for name in NAMES if re.search(rf"\\b{name}\\b", said))
+        test, _, parameters = item.nodeid.partition("[")
+        of = tuple(name for name in NAMES if re.search(rf"\\b{name}\\b", parameters))
         sets.setdefault((test, of), []).append(item)
     items[:] = [
         several[-(place % 2)]

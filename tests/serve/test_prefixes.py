@@ -174,14 +174,14 @@ def test_no_key_sees_what_another_said(runtime: Any, talks: Any) -> None:
         answered, known = list[tuple[str, int]](), set[int]()
         for number, (system, lengths) in enumerate(talks[owner]):
             messages: list[Any] = [SYSTEMS[system]]
-            for place, length in enumerate(lengths):
-                words = FACT.format(owner, 100 + place) + f"{owner} walks home. " * length
+            for turn, length in enumerate(lengths):
+                words = FACT.format(owner, 100 + turn) + f"{owner} walks home. " * length
                 messages.append(user(f"{words} What is the code of {owner}'s door?"))
                 name = f"{owner}{number}"
                 text, usage = await answer(
                     s, *messages, tokens=4, owner=owner, session_id=name, recall=24
                 )
-                if place == 0 and system not in known:
+                if turn == 0 and system not in known:
                     assert usage.reused_tokens == 0, "another key's copy"
                 known.add(system)
                 messages.append(assistant(text))

@@ -28,12 +28,12 @@ def chat_of(*texts: str, system: str | None = None) -> tuple[Any, ...]:
 
 
 def test_a_conversation_returns_to_its_replica_by_its_messages_and_by_its_id() -> None:
-    first, place = routed(Ask(chat_of("Hello!", system="Be brief."), owner="ada"))
+    first, replica = routed(Ask(chat_of("Hello!", system="Be brief."), owner="ada"))
     later = Ask(chat_of("Hello!", "Hi.", "And now?", system="Be brief."), owner="ada")
-    assert routed(later)[1] == place
+    assert routed(later)[1] == replica
     assert first.fresh_id is not None
-    assert routed(Ask(chat_of("And now?"), owner="ada", session_id=first.fresh_id))[1] == place
-    assert place_of("ada", first.fresh_id) == place
+    assert routed(Ask(chat_of("And now?"), owner="ada", session_id=first.fresh_id))[1] == replica
+    assert place_of("ada", first.fresh_id) == replica
     assert routed(later)[0].fresh_id != first.fresh_id  # another conversation, begun alike
     named = Ask(chat_of("Hello!"), owner="ada", session_id="mine")
     assert routed(named) == (named, place_of("ada", "mine"))

@@ -323,12 +323,12 @@ def test_what_cannot_be_answered_is_refused(runtime: Any) -> None:
             with pytest.raises(error, match=words):
                 s.submit(wrong)
         # What only its tokens show is raised with the first piece.
-        for late, error in [
+        for request, error in [
             (ask(user("many " * 100), pins=frozenset({0})), PinsTooLarge),
             (Ask(prompt=""), EmptyPrompt),
         ]:
             with pytest.raises(error):
-                await text_of(s.submit(late))
+                await text_of(s.submit(request))
         assert s.figures().failed == 2
         assert s.figures().in_memory == 0
         assert await text_of(s.submit(ask(first))) == plain(runtime, [first])[1]

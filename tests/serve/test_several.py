@@ -207,7 +207,7 @@ def test_a_stream_tells_how_far_the_prompt_is_read_where_that_is_asked_for(clien
 
 
 def test_what_fails_in_the_second_answer_ends_all(talk, url):
-    talk.script = Script([Piece("Hi")], late=RuntimeError("broken"))
+    talk.script = Script([Piece("Hi")], at_end=RuntimeError("broken"))
     answered = httpx.post(f"{url}/v1/completions", json={"prompt": ["a", "b"], "stream": True})
     lines = [json.loads(x[6:]) for x in answered.text.splitlines() if x.startswith("data: {")]
     assert lines[-1]["error"]["type"] == "server_error"

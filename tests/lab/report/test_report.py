@@ -216,7 +216,7 @@ def test_tokens_are_coloured_by_who_holds_them(opened: Any) -> None:
 def test_tokens_are_read_with_the_keyboard(opened: Any) -> None:
     strip = opened.get_by_role("listbox", name="Tokens of the prompt")
     strip.focus()
-    for key, place, says in (
+    for key, index, says in (
         (None, 0, "“The”: held by 4 of 4 heads of all layers"),
         ("ArrowRight", 1, "“door”: held by 1 of 4"),
         ("ArrowRight", 2, "“new line”: held by 0 of 4"),
@@ -225,7 +225,7 @@ def test_tokens_are_read_with_the_keyboard(opened: Any) -> None:
     ):
         if key:
             strip.press(key)
-        assert strip.get_attribute("aria-activedescendant") == f"token-{place}"
+        assert strip.get_attribute("aria-activedescendant") == f"token-{index}"
         assert says in opened.locator("#said").inner_text()
     option = strip.get_by_role("option", selected=True)
     assert option.get_attribute("aria-label") == "The: 4 of 4"

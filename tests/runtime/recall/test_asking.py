@@ -8,7 +8,7 @@ import pytest
 from kvcap.runtime.recall.recall import Recall
 from kvcap.runtime.types import KeptTokens
 
-SAID = [
+MESSAGES = [
     "My sister Paula lives in Porto. She works as a nurse at the children's hospital. Our cat is "
     "called Biscuit, and the vet said that he must not eat more than 60 g of dry food a day.",
     "The code of the wine cellar is 8841. The wifi password of the cabin is plum-river-92.",
@@ -122,14 +122,14 @@ NOTHING = [KeptTokens(0, True, [np.zeros(0, int)])]
 
 @pytest.fixture(scope="module")
 def recalled(tokenizer):
-    """Return a function that says which texts a message brings after `SAID` was evicted."""
+    """Return a function that says which texts a message brings after `MESSAGES` was evicted."""
 
     def encode(text):
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     messages = [
         {"role": role, "content": text}
-        for message in SAID
+        for message in MESSAGES
         for role, text in (("user", message), ("assistant", "I see."))
     ]
     ids = encode(tokenizer.apply_chat_template(messages, tokenize=False) + "<|user|>")

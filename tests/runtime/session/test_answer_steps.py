@@ -18,14 +18,14 @@ from kvcap.runtime.session.stats import Turn
 
 ENGINE = ToyEngine(64)
 PROMPT = ENGINE.tokenizer("Hello " * 40, add_special_tokens=False)["input_ids"][: 2 * BLOCK + 3]
-SAID = ENGINE.tokenizer(" the code is 4821", add_special_tokens=False)["input_ids"]
+ANSWER = ENGINE.tokenizer(" the code is 4821", add_special_tokens=False)["input_ids"]
 END = 2
 
 
 class Scripted(ToyDecoder):
     """Gives the tokens of a script as the likeliest ones behind a prompt."""
 
-    script: Any = (*SAID, END)
+    script: Any = (*ANSWER, END)
 
     def run(self, ids: Any, seen: int, spans: Any) -> Any:
         super().run(ids, seen, spans)
@@ -95,21 +95,21 @@ def test_every_step_is_a_block_a_piece_of_text_or_a_token_to_be_read():
         assert [bool(step.text) + 2 * (step.token is not None) for step in steps] == [
             0,
             0,
-            *[1, 2] * len(SAID),
+            *[1, 2] * len(ANSWER),
         ]
-        assert [step.token for step in steps if step.token is not None] == SAID
+        assert [step.token for step in steps if step.token is not None] == ANSWER
         assert [step for step in steps if step.text] == [step for step in texts if step.text]
         assert all(step.ends == {END} and step.sampler for step in steps[3::2])
         assert one.written == alone.written
-        assert one.decoder.read == alone.decoder.read == [*PROMPT, *SAID]
-        assert one.turn.completion_tokens == alone.turn.completion_tokens == len(SAID) + 1
-    assert [bool(step.text) for step in texts] == [False, False, *[True] * len(SAID)]
+        assert one.decoder.read == alone.decoder.read == [*PROMPT, *ANSWER]
+        assert one.turn.completion_tokens == alone.turn.completion_tokens == len(ANSWER) + 1
+    assert [bool(step.text) for step in texts] == [False, False, *[True] * len(ANSWER)]
     assert alone.written.text == "".join(Pieces(begun().steps)) == " the code is 4821"
 
 
 @pytest.mark.parametrize(
     ("settings", "reason", "taken", "text"),
-    [({}, "stop", len(SAID), " the code is 4821"),
+    [({}, "stop", len(ANSWER), " the code is 4821"),
      ({"max_new_tokens": 3}, "length", 3, " the code is"),
      ({"stop_strings": ["is"]}, "stop", 3, " the code ")],
 )  # fmt: skip
@@ -119,11 +119,11 @@ def test_listeners_take_every_token_but_one_that_ends_the_answer(settings, reaso
     list(one.steps)
     assert (one.turn.finish_reason, one.written.text) == (reason, text)
     assert one.turn.stop_string == settings.get("stop_strings", [None])[0]
-    assert notes.taken == one.written.tokens == SAID[:taken]
+    assert notes.taken == one.written.tokens == ANSWER[:taken]
     assert notes.finished == 1
     # The last token drawn is not read, and kept if it is one of the text.
-    assert one.decoder.read == [*PROMPT, *[*SAID, END][: one.turn.completion_tokens - 1]]
-    kept = None if one.turn.completion_tokens > taken else (SAID[taken - 1], one.loop.cache.seen)
+    assert one.decoder.read == [*PROMPT, *[*ANSWER, END][: one.turn.completion_tokens - 1]]
+    kept = None if one.turn.completion_tokens > taken else (ANSWER[taken - 1], one.loop.cache.seen)
     assert one.loop.cache.unread == kept
 
 

@@ -20,7 +20,7 @@ from kvcap.runtime.session.chat_template import TemplateFailed, render_template
 from kvcap.runtime.session.messages import render
 
 SRC = str(Path(kvcap.__file__).parents[1])
-SAID = [{"role": "user", "content": "Hi."}]
+MESSAGES = [{"role": "user", "content": "Hi."}]
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 GROWING = (
     "{% set ns = namespace(s='aa') %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}"
@@ -55,15 +55,15 @@ class Plain:
 def test_templates_without_an_end_are_refused(template, says, monkeypatch):
     monkeypatch.setattr(chat_template, "SECONDS", 0.3)
     with pytest.raises(ChatTemplateMissing, match=says):
-        render(Plain(template), SAID)
+        render(Plain(template), MESSAGES)
     monkeypatch.undo()
-    assert render(Plain("{{ bos_token }}{{ messages[0].content }}"), SAID) == "<s>Hi."
+    assert render(Plain("{{ bos_token }}{{ messages[0].content }}"), MESSAGES) == "<s>Hi."
 
 
 def test_what_transformers_writes():
     """The same text for the built-in model, with a system prompt and without."""
     tokenizer = AutoTokenizer.from_pretrained(pocket.path())
-    for talk in (SAID, [{"role": "system", "content": "Be kind.\u2028"}, *SAID]):
+    for talk in (MESSAGES, [{"role": "system", "content": "Be kind.\u2028"}, *MESSAGES]):
         assert render(tokenizer, talk) == tokenizer.apply_chat_template(
             talk, tokenize=False, add_generation_prompt=True
         )
@@ -138,4 +138,6 @@ def test_a_request_is_one_line():
     """Newlines within are escaped, so that neither side waits for the other."""
     with pytest.raises(TemplateFailed, match="Expected an expression"):
         render_template("{% if %}\n\n{{", {"a": "\r\n"})
-    assert json.loads(render_template("{{ messages | tojson }}", {"messages": SAID})) == SAID
+    assert (
+        json.loads(render_template("{{ messages | tojson }}", {"messages": MESSAGES})) == MESSAGES
+    )

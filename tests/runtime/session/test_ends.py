@@ -18,18 +18,18 @@ from kvcap.runtime.session.ends import End, closing_tokens, end_ids, ends_of
 
 WORDS = ["<unk>", "<s>", "</s>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|return|>"]
 PLAIN = ["a", "b", "c", ".", "\n"]
-SAID = "{% for m in messages %}"
-CHATML = SAID + "<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+LOOP = "{% for m in messages %}"
+CHATML = LOOP + "<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
 TEMPLATES = {
     "closed by a newline after it": (CHATML, "<|end|>"),
-    "behind a space": (SAID + "[{{ m.role }}] {{ m.content }} {{ eos_token }}{% endfor %}", "</s>"),
+    "behind a space": (LOOP + "[{{ m.role }}] {{ m.content }} {{ eos_token }}{% endfor %}", "</s>"),
     "the conversation is closed too": (CHATML + "{{ eos_token }}", "<|end|>"),
-    "by the user's turn": (SAID + "<|{{ m.role }}|>{{ m.content }}{% endfor %}", "<|user|>"),
+    "by the user's turn": (LOOP + "<|{{ m.role }}|>{{ m.content }}{% endfor %}", "<|user|>"),
     "another token last": (
-        SAID + "<|{{ m.role }}|>{{ m.content }}{% if loop.last %}<|return|>{% else %}<|end|>"
+        LOOP + "<|{{ m.role }}|>{{ m.content }}{% if loop.last %}<|return|>{% else %}<|end|>"
         "{% endif %}{% endfor %}", "<|return|>"),
-    "in words": (SAID + "{{ m.role }}: {{ m.content }}\na{% endfor %}", None),
-    "text is written twice": (SAID + "{{ m.content | upper }}<|end|>{% endfor %}", None),
+    "in words": (LOOP + "{{ m.role }}: {{ m.content }}\na{% endfor %}", None),
+    "text is written twice": (LOOP + "{{ m.content | upper }}<|end|>{% endfor %}", None),
     "it fails": ("{{ raise_exception('no') }}", None),
     "there is none": (None, None),
 }  # fmt: skip

@@ -17,7 +17,7 @@ from kvcap.runtime.session.ends import closing_tokens
 from kvcap.runtime.session.messages import render
 from kvcap.runtime.session.named_templates import names, use_template
 
-SAID: Any = [
+MESSAGES: Any = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "One?"},
     {"role": "assistant", "content": "1"},
@@ -74,7 +74,7 @@ def test_every_name_is_tested_and_in_the_help():
 def test_a_named_template_writes_as_its_models_were_trained(name, opens):
     some = tokenizer(opens=opens)
     use_template(some, name)
-    assert render(some, SAID) == ("<s>" if opens else "") + WRITTEN[name]
+    assert render(some, MESSAGES) == ("<s>" if opens else "") + WRITTEN[name]
 
 
 def test_answers_end_where_the_template_closes_them_or_a_warning_says_so():
@@ -91,7 +91,7 @@ def test_a_file_is_a_template_and_what_fails_is_refused_at_once(tmp_path):
     some, file = tokenizer(opens=True), tmp_path / "mine.jinja"
     file.write_text("{% for m in messages %}{{ m.content }}</s>{% endfor %}>")
     use_template(some, str(file))
-    assert render(some, SAID[1:2]) == "One?</s>>"
+    assert render(some, MESSAGES[1:2]) == "One?</s>>"
     file.write_text("{% for m in messages %}")
     with pytest.raises(ChatTemplateMissing, match="--chat-template"):
         use_template(some, str(file))
@@ -118,7 +118,7 @@ def test_chatml_writes_tools_calls_and_results_as_hermes_does():
     use_template(some, "chatml")
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     messages: Any = [
-        SAID[0], SAID[1], {"role": "assistant", "content": "", "tool_calls": [call]},
+        MESSAGES[0], MESSAGES[1], {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "2", "tool_call_id": "x"},
     ]  # fmt: skip
     text = render(some, messages, [tool])

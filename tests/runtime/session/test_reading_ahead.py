@@ -9,7 +9,7 @@ from toy_engine import session_of
 
 from kvcap.runtime.errors import MemoryCapExceeded
 
-SAID, TOKENS = "Hi, I am Ada.", 12
+MESSAGE, TOKENS = "Hi, I am Ada.", 12
 
 
 def answering(runtime, asynchronous=True, fails_at=None, **settings):
@@ -39,7 +39,7 @@ def test_the_answer_is_the_same_and_the_next_token_is_read_before_its_text(runti
     outcomes = []
     for asynchronous in (False, True):
         session, single = answering(runtime, asynchronous, **settings)
-        for tokens, reads in reads_by_text(session, single, session.send(SAID)):
+        for tokens, reads in reads_by_text(session, single, session.send(MESSAGE)):
             # The first text waits for nothing, and what follows the last is not read.
             ahead = asynchronous and 1 < tokens < TOKENS
             assert reads == tokens - (not ahead)
@@ -54,7 +54,7 @@ def test_the_answer_is_the_same_and_the_next_token_is_read_before_its_text(runti
 ])  # fmt: skip
 def test_nothing_is_read_ahead_where_more_is_asked_of_a_token(runtime, settings):
     session, single = answering(runtime, **settings)
-    counts = reads_by_text(session, single, session.send(SAID))
+    counts = reads_by_text(session, single, session.send(MESSAGE))
     assert counts
     assert all(reads == tokens - 1 for tokens, reads in counts)
 
@@ -63,7 +63,7 @@ def test_an_answer_that_is_stopped_goes_on_as_if_nothing_had_been_read_ahead(run
     outcomes = []
     for asynchronous in (False, True):
         session, single = answering(runtime, asynchronous)
-        pieces = session.send(SAID)
+        pieces = session.send(MESSAGE)
         list(islice(pieces, 3))
         pieces.close()
         assert session.turn.finish_reason == "interrupted"
@@ -76,11 +76,11 @@ def test_an_answer_that_is_stopped_goes_on_as_if_nothing_had_been_read_ahead(run
 
 def test_text_is_given_before_the_error_of_the_token_behind_it(runtime):
     session, _ = answering(runtime)
-    expected = [piece for piece in session.send(SAID) if session.turn.completion_tokens <= 4]
+    expected = [piece for piece in session.send(MESSAGE) if session.turn.completion_tokens <= 4]
     session, single = answering(runtime, fails_at=4)
     given = []
     with pytest.raises(MemoryCapExceeded, match="no more"):
-        given.extend(session.send(SAID))
+        given.extend(session.send(MESSAGE))
     assert session.turn.completion_tokens == len(single) == 4
     assert given == expected
     assert session.turn.finish_reason == "cap"
@@ -90,7 +90,7 @@ def test_a_session_joins_others_with_a_token_that_is_read_already(runtime):
     outcomes = []
     for together in (False, True):
         session, single = answering(runtime)
-        pieces = session.send(SAID)
+        pieces = session.send(MESSAGE)
         text = list(islice(pieces, 3))
         assert len(single) == session.turn.completion_tokens
         if together:

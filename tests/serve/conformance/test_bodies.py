@@ -18,10 +18,10 @@ from kvcap.serve.limits import RequestLimits
 SETTINGS = Settings("pocket", limits=RequestLimits(messages=6))
 APIS = {api.path: api for api in (*CHATS, *OTHERS)}
 CHAT_PATH, TEXTS, GENERATE = CHAT.path, "/v1/completions", "/api/generate"
-PLACE: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-FORMAT: Any = {"type": "json_schema", "schema": PLACE}
-WEATHER: Any = {"name": "weather", "input_schema": PLACE}
-RUN: Any = {"type": "function", "name": "run", "description": "Runs.", "parameters": PLACE}
+CITY: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+FORMAT: Any = {"type": "json_schema", "schema": CITY}
+WEATHER: Any = {"name": "weather", "input_schema": CITY}
+RUN: Any = {"type": "function", "name": "run", "description": "Runs.", "parameters": CITY}
 OTHER_RUN: Any = {**RUN, "name": "other"}
 NAMESPACE: Any = {"type": "namespace", "name": "multi_agent_v1", "description": "", "tools": [RUN]}
 CACHED: Any = {"cache_control": {"type": "ephemeral"}}
@@ -177,8 +177,8 @@ REQUESTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # an address, a 
     (MESSAGES.path, {"output_config": {"effort": "max"}}, {"options.template_options":
         {"reasoning_effort": "xhigh", "enable_thinking": False}}),
     (MESSAGES.path, {"output_config": {"format": FORMAT}, "tools": []},
-     {"options.json_schema": PLACE}),
-    (MESSAGES.path, {"output_format": FORMAT, "tools": []}, {"options.json_schema": PLACE}),
+     {"options.json_schema": CITY}),
+    (MESSAGES.path, {"output_format": FORMAT, "tools": []}, {"options.json_schema": CITY}),
     (MESSAGES.path, {"tools": [{**WEATHER, "description": "Tells.",
                                 "input_examples": [{"city": "Paris"}]}]},
      {"tools.0.function.description": 'Tells.\nExample: {"city": "Paris"}'}),
@@ -353,7 +353,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None]] = [  # an address, a body,
     *((MESSAGES.path, {"system": "Be brief.", "messages": [
         *user_parts(RESULT, RESULT, {"type": "text", "text": "x"}),
         {"role": role, "content": [{"type": "text", "text": "x"}, wrong]}]},
-       f"messages.1.content.1.{place}") for wrong, place, role in (
+       f"messages.1.content.1.{words}") for wrong, words, role in (
         ({**USED, "name": "a b"}, "name is 'a b'", "assistant"),
         ({**USED, "id": "x" * 300}, "id is", "assistant"),
         ({**USED, "input": [1]}, "input is no object", "assistant"),

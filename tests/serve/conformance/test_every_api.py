@@ -114,7 +114,7 @@ def test_calls_and_their_results_are_those_of_a_chat(client, talk, api):
 
 @every_chat
 def test_an_error_within_a_stream_ends_it_in_the_form_of_its_api(client, talk, api):
-    talk.script = Script(late=errors.SessionBroken("layers disagree"))
+    talk.script = Script(at_end=errors.SessionBroken("layers disagree"))
     *_, last = client.post(api.path, json={**api.least, **api.streaming}).text.strip().split("\n")
     error = json.loads(last.removeprefix("data: "))
     if api is RESPONSES:

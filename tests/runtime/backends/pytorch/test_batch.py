@@ -25,7 +25,9 @@ from kvcap.runtime.session.batch import Answer
 from kvcap.runtime.session.session import Session
 
 FACT = "Please remember: the code for the {} door is {}. "
-SAID = [FACT.format(*x) * n for n, x in enumerate([("blue", 4821), ("red", 77), ("old", 1906)], 4)]
+PROMPTS = [
+    FACT.format(*x) * n for n, x in enumerate([("blue", 4821), ("red", 77), ("old", 1906)], 4)
+]
 
 
 def calidrop(**options: Any) -> kvcap.Eviction:
@@ -99,7 +101,7 @@ def test_answers_and_what_is_kept_are_those_of_sessions_alone(
     batch = runtime.batch(2)  # the third waits until one has ended
     assert batch.why_one_by_one is None
     questions = [QUESTION.format(door) for door in ("blue", "red", "old")]
-    as_alone(batch, *pair(runtime, SAID), questions)
+    as_alone(batch, *pair(runtime, PROMPTS), questions)
 
 
 def test_thoughts_and_results_leave_first_and_the_system_prompt_last(tmp_path: Any) -> None:
@@ -111,7 +113,7 @@ def test_thoughts_and_results_leave_first_and_the_system_prompt_last(tmp_path: A
 
 def test_a_shared_pass_reads_the_tokens_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = runtime_of()
-    sessions, shapes = begun(runtime, SAID), []
+    sessions, shapes = begun(runtime, PROMPTS), []
     batch = runtime.batch(3)
     assert batch._rows is not None
     read = batch._rows.loop.read
@@ -139,7 +141,7 @@ def _table(session: Session) -> int:
 def test_sessions_that_fill_join_at_their_own_length(policy: str, passes: list[list[int]]) -> None:
     """And become full among others, one of which is full from the beginning."""
     runtime = runtime_of(policy, budget=48)
-    texts = ["Hello.", "Good morning to you all, wherever you are.", SAID[2]]
+    texts = ["Hello.", "Good morning to you all, wherever you are.", PROMPTS[2]]
     alone, sessions = pair(runtime, texts, 44, eos_token_id=NEVER)
     assert len(sessions[0].encode("Hello. Go on.")) < 48
     # Of pyramidkv's slots two score alike to five digits: on some processors rounding decides.
@@ -151,7 +153,7 @@ def test_sessions_that_fill_join_at_their_own_length(policy: str, passes: list[l
 
 def test_a_session_that_fills_leaves_and_comes_back(tmp_path: Any) -> None:
     runtime = runtime_of("snapkv", budget=64)
-    texts = ["Hello.", SAID[0], "Good morning."]
+    texts = ["Hello.", PROMPTS[0], "Good morning."]
     alone, sessions = pair(runtime, texts, 50, eos_token_id=NEVER)
     expected = ["".join(s.send("Go on.")) for s in alone]
     batch, answers = runtime.batch(2), {id(s): "" for s in sessions}
@@ -190,7 +192,7 @@ def test_who_has_not_read_the_sinks_yet_reads_alone(policy: str, pinned: int) ->
     """The tokens to come would not be taken for first ones in a row."""
     eviction = kvcap.load_policy(policy)
     runtime = runtime_of(eviction if pinned else eviction.plain())
-    (session,), batch = begun(runtime, SAID[:1]), runtime.batch(2)
+    (session,), batch = begun(runtime, PROMPTS[:1]), runtime.batch(2)
     assert isinstance(batch._rows, SharedCache)
     sinks, few = batch._rows.sinks, runtime.session()
     assert sinks == few.cache.sinks == pinned
@@ -220,9 +222,9 @@ def test_who_pins_other_sinks_reads_alone() -> None:
 
 def test_sessions_share_passes_once_their_positions_are_compact(passes: list[list[int]]) -> None:
     runtime = runtime_of(positions="auto")
-    read = [session.cache.seen for session in begun(runtime, SAID[:2])]
+    read = [session.cache.seen for session in begun(runtime, PROMPTS[:2])]
     runtime.model.config.max_position_embeddings = max(read) + 24
-    alone, sessions = pair(runtime, SAID[:2], 40, eos_token_id=NEVER)
+    alone, sessions = pair(runtime, PROMPTS[:2], 40, eos_token_id=NEVER)
     as_alone(runtime.batch(2), alone, sessions)
     assert all(session.cache.compact_positions for session in sessions)
     assert {*map(len, passes)} == {2}
@@ -231,7 +233,7 @@ def test_sessions_share_passes_once_their_positions_are_compact(passes: list[lis
 
 def test_sampled_answers_have_their_own_random_numbers() -> None:
     runtime = runtime_of()
-    groups = [begun(runtime, SAID[:2]) for _ in range(2)]
+    groups = [begun(runtime, PROMPTS[:2]) for _ in range(2)]
     for group in groups:
         for seed, session in enumerate(group):
             session.set_generation(do_sample=True, temperature=1.5, seed=seed)
@@ -247,7 +249,7 @@ def test_whoever_looks_at_a_session_finds_its_own_cache(tmp_path: Any, ahead: bo
     It has read its last token already where the next pass has begun.
     """
     runtime = runtime_of()
-    alone, sessions = pair(runtime, SAID[:2], 30, eos_token_id=NEVER)
+    alone, sessions = pair(runtime, PROMPTS[:2], 30, eos_token_id=NEVER)
     pieces = alone[0].send("Go on.")
     expected = "".join(next(pieces) for _ in range(8))
     batch, written = runtime.batch(2), ""
@@ -286,7 +288,7 @@ def test_a_pass_asynchronous_where_it_is_certain_what_it_reads(
 ) -> None:
     """Not where text may end an answer, nor after the last token but one."""
     runtime = runtime_of()
-    sessions = begun(runtime, SAID[:2])
+    sessions = begun(runtime, PROMPTS[:2])
     batch = runtime.batch(2)
     for session in sessions:
         session.set_generation(eos_token_id=NEVER, max_new_tokens=9, **more)
@@ -306,7 +308,7 @@ def test_a_pass_asynchronous_where_it_is_certain_what_it_reads(
 
 def test_ctrl_c_while_a_pass_is_waited_for_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = runtime_of()
-    alone, sessions = begun(runtime, SAID[:2]), begun(runtime, SAID[:2])
+    alone, sessions = begun(runtime, PROMPTS[:2]), begun(runtime, PROMPTS[:2])
     expected = ["".join(s.send("Go on.")) for s in alone]
     batch, left = runtime.batch(2), [5]
     assert isinstance(batch._rows, SharedCache)
@@ -335,7 +337,7 @@ def test_ctrl_c_while_a_pass_is_waited_for_loses_no_token(monkeypatch: pytest.Mo
 
 def test_an_error_ends_its_own_answer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = runtime_of()
-    sessions = begun(runtime, SAID[:2])
+    sessions = begun(runtime, PROMPTS[:2])
     monkeypatch.setattr(sessions[0].loop, "blocks", _fail)
     batch = runtime.batch(2)
     for session in sessions:
@@ -353,7 +355,7 @@ def test_a_shared_pass_that_fails_ends_those_answers_and_no_more(
 ) -> None:
     """Whose conversations are read again, and end as those of sessions that never failed."""
     runtime = runtime_of(budget=budget)
-    alone, sessions = begun(runtime, SAID), begun(runtime, SAID)
+    alone, sessions = begun(runtime, PROMPTS), begun(runtime, PROMPTS)
     expected = "".join(alone[2].send("Go on."))
     batch = runtime.batch(2)
     assert batch._rows is not None
@@ -378,14 +380,14 @@ def test_a_shared_pass_that_fails_ends_those_answers_and_no_more(
 
 def test_prompts_are_read_by_turns_between_the_tokens_of_answers() -> None:
     runtime = runtime_of()
-    answering, *readers = begun(runtime, SAID)
+    answering, *readers = begun(runtime, PROMPTS)
     for session in (answering, *readers):
         session.set_generation(eos_token_id=NEVER, max_new_tokens=40)
     batch, done = runtime.batch(3), dict[int, list[int]]()
     batch.add(answering, answering.send("Go on."))
     while not any(x.text for x in batch.step()):
         pass
-    texts = [SAID[0] * 4, SAID[1]]  # of many blocks, and of a few
+    texts = [PROMPTS[0] * 4, PROMPTS[1]]  # of many blocks, and of a few
     for session, text in zip(readers, texts, strict=True):
         batch.add(session, session.send(text))
         done[id(session)] = at = []
@@ -405,7 +407,7 @@ def test_prompts_are_read_by_turns_between_the_tokens_of_answers() -> None:
 def test_a_gpu_is_one_block_of_prompts_behind_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are launched, not awaited: an answer or a request that is stopped would wait long."""
     runtime = runtime_of()
-    sessions = begun(runtime, SAID[:2])
+    sessions = begun(runtime, PROMPTS[:2])
     batch, launched, done = runtime.batch(2), 0, 0
 
     def note() -> Any:
@@ -419,7 +421,7 @@ def test_a_gpu_is_one_block_of_prompts_behind_at_most(monkeypatch: pytest.Monkey
 
     for session in sessions:
         monkeypatch.setattr(session.loop, "launched", note)
-        batch.add(session, session.send(SAID[0]))
+        batch.add(session, session.send(PROMPTS[0]))
     blocks = 0
     while blocks == 0 or any(answer.step is None for answer in batch._answers):
         batch.step()
@@ -433,7 +435,7 @@ def test_a_gpu_is_one_block_of_prompts_behind_at_most(monkeypatch: pytest.Monkey
 def test_a_paused_answer_leaves_its_place_and_goes_on_as_if_it_had_not(policy: str) -> None:
     runtime = runtime_of(policy)
     settings = {"eos_token_id": NEVER, "do_sample": True, "temperature": 0.7, "seed": 3}
-    alone, sessions = pair(runtime, SAID, **settings)
+    alone, sessions = pair(runtime, PROMPTS, **settings)
     expected = ["".join(s.send("Go on.")) for s in alone]
     batch, texts = runtime.batch(2), {id(s): "" for s in sessions}
 
@@ -478,7 +480,7 @@ def test_what_cannot_share_a_cache_is_answered_by_turns(
 ) -> None:
     monkeypatch.setattr(shared_rows, "passes_on", lambda _: False)  # as on a GPU
     runtime = runtime_of(policy, **more)
-    texts = SAID[:2] if policy != "full" else ["Hello."] * 2
+    texts = PROMPTS[:2] if policy != "full" else ["Hello."] * 2
     batch = runtime.batch(2)
     assert why in str(batch.why_one_by_one)
     as_alone(batch, *pair(runtime, texts, 6))
@@ -491,10 +493,10 @@ def test_pinned_first_messages_stay_in_a_row(policy: str, passes: list[list[int]
 
     def sessions_of() -> list[Session]:
         group = [runtime.session() for _ in range(3)]
-        for session, text in zip(group, ["The word is plum.", SAID[0], "Hello."], strict=True):
+        for session, text in zip(group, ["The word is plum.", PROMPTS[0], "Hello."], strict=True):
             session.set_generation(do_sample=False, max_new_tokens=2)
             "".join(session.send(text, pin=session is group[0]))
-            "".join(session.send(SAID[1] if session is not group[2] else "Hi."))
+            "".join(session.send(PROMPTS[1] if session is not group[2] else "Hi."))
             session.set_generation(max_new_tokens=40, eos_token_id=NEVER)
         return group
 
@@ -514,7 +516,7 @@ def test_messages_pinned_later_stay_in_a_row(
 ) -> None:
     """But where a rescorer asks for them, or first tokens yield: there its own cache holds them."""
     runtime = runtime_of(policy, budget=budget)
-    alone, sessions = pair(runtime, SAID, 16, eos_token_id=NEVER)
+    alone, sessions = pair(runtime, PROMPTS, 16, eos_token_id=NEVER)
     for group in (alone, sessions):
         group[0].set_generation(max_new_tokens=2)
         "".join(group[0].send("The word is plum.", pin=True))

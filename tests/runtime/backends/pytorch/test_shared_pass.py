@@ -111,7 +111,7 @@ def test_pinned_messages_stay_and_are_read_with_others() -> None:
     as_alone(runtime.batch(2), alone, sessions, TEXTS[1:])
 
 
-APART = {**MLA, **READERS, **SINKS, **STATES}
+UNSHARED = {**MLA, **READERS, **SINKS, **STATES}
 SHARED = {"llama": {}, "phimoe": {}, "phi": {}, "smollm3": {}, "starcoder2": {}, **NEIGHBOURS}
 
 
@@ -147,7 +147,7 @@ def test_logits_of_a_family_are_those_of_each_cache_alone(family: str) -> None:
 
 
 @pytest.mark.slow(keep=4)
-@pytest.mark.parametrize("family", APART)
+@pytest.mark.parametrize("family", UNSHARED)
 def test_what_cannot_share_passes_says_why(family: str) -> None:
     model = model_of(family)
     why = why_no_pass(kvcap.BudgetCache(model.config, 16, 8))
