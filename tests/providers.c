@@ -33,9 +33,9 @@ static OrtStatusPtr ORT_API_CALL release(char **names, int count) {
 static OrtStatusPtr ORT_API_CALL append(OrtSessionOptions *options, const char *name, const char *const *keys,
                                         const char *const *values, size_t count) {
   (void)options;
-  char said[200];
-  snprintf(said, sizeof said, "%s%s%s", name, count ? " " : "", count ? keys[0] : "");
-  note(said, count ? "=" : "", count ? values[0] : "");
+  char text[200];
+  snprintf(text, sizeof text, "%s%s%s", name, count ? " " : "", count ? keys[0] : "");
+  note(text, count ? "=" : "", count ? values[0] : "");
   return NULL;
 }
 

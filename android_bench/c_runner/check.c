@@ -119,8 +119,8 @@ bool check_outputs(const cJSON *cell, const Tensor *inputs, int ins, const Tenso
   for (int i = 0; i < outs; i++)
     if (!strcmp(outputs[i].name, "kept_slot")) given.kept = &outputs[i];
   for (int i = 0; i < outs; i++) {
-    const cJSON *said = cJSON_GetArrayItem(list_of(cell, "outputs"), i);
-    const cJSON *check = cJSON_GetObjectItemCaseSensitive(said, "check");
+    const cJSON *output = cJSON_GetArrayItem(list_of(cell, "outputs"), i);
+    const cJSON *check = cJSON_GetObjectItemCaseSensitive(output, "check");
     const char *kind = text_of(check, "kind");
     size_t k = 0;
     while (k < 4 && strcmp(checks[k].kind, kind)) k++;

@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 /* What a command prints, at most `size` - 1 bytes; empty where there is no such command. */
-static char *said(const char *command, char *text, size_t size) {
+static char *output_of(const char *command, char *text, size_t size) {
   FILE *stream = popen(command, "r");
   size_t count = stream ? fread(text, 1, size - 1, stream) : 0;
   char rest[512];
@@ -24,7 +24,7 @@ static char *said(const char *command, char *text, size_t size) {
 static char *property(const char *name, char *value, size_t size) {
   char command[100];
   snprintf(command, sizeof command, "getprop %s 2>/dev/null", name);
-  said(command, value, size)[strcspn(value, "\n")] = 0;
+  output_of(command, value, size)[strcspn(value, "\n")] = 0;
   return value;
 }
 
@@ -97,10 +97,10 @@ cJSON *conditions(void) {
   add_if(found, "governor", per_core("scaling_governor", false));
   add_if(found, "khz", per_core("scaling_cur_freq", true));
   add_if(found, "thermal", temperatures());
-  said("dumpsys battery 2>/dev/null", text, sizeof text);
+  output_of("dumpsys battery 2>/dev/null", text, sizeof text);
   if ((level = strstr(text, " level:"))) cJSON_AddNumberToObject(found, "battery_percent", atof(level + 7));
   if (*text) cJSON_AddBoolToObject(found, "charging", strstr(text, "powered: true") != NULL);
-  said("dumpsys power 2>/dev/null", text, sizeof text);
+  output_of("dumpsys power 2>/dev/null", text, sizeof text);
   if (strstr(text, "mWakefulness=")) cJSON_AddBoolToObject(found, "screen_on", strstr(text, "mWakefulness=Awake") != NULL);
   if (file_line("/proc/loadavg", text, sizeof text)) cJSON_AddNumberToObject(found, "load", atof(text));
   return found;

@@ -281,11 +281,12 @@ int main(int count, char **given) {
   check_generator(plan);
   check_out(options.out);
   if (options.csv) check_out(options.csv), list_of(plan, "csv");
-  const cJSON *said = cJSON_GetObjectItemCaseSensitive(plan, "rules");
-  Rules rules = {(int)number_of(said, "warmup_runs"), (int)number_of(said, "min_runs"), (int)number_of(said, "rounds"),
-                 number_of(said, "warmup_seconds") * 1e6, number_of(said, "min_seconds") * 1e6,
-                 number_of(said, "max_timer_share"), timer_step_us()};
-  double seed = number_of(said, "seed");
+  const cJSON *section = cJSON_GetObjectItemCaseSensitive(plan, "rules");
+  Rules rules = {(int)number_of(section, "warmup_runs"), (int)number_of(section, "min_runs"),
+                 (int)number_of(section, "rounds"), number_of(section, "warmup_seconds") * 1e6,
+                 number_of(section, "min_seconds") * 1e6, number_of(section, "max_timer_share"),
+                 timer_step_us()};
+  double seed = number_of(section, "seed");
   Fault fault = {""};
   if (!open_runtime(options.library, &fault)) quit(1, "%s", fault.text);
   if (!choose_provider(options.provider, &fault)) quit(2, "%s", fault.text);

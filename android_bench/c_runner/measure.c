@@ -28,10 +28,10 @@ static bool run_once(Work *work, Fault *fault) {
 
 /* Runs that one sample is the mean of: more than 1 only where the clock's step is too much of a single run. */
 static int runs_per_sample(Visit *visit, const Rules *rules, double run_us) {
-  cJSON *said = cJSON_GetObjectItemCaseSensitive(visit->result, "runs_per_sample");
+  cJSON *figure = cJSON_GetObjectItemCaseSensitive(visit->result, "runs_per_sample");
   double least = rules->timer_us / rules->max_timer_share;
-  if (said->valueint == 0) cJSON_SetNumberValue(said, run_us < least ? ceil(least / run_us) : 1);
-  return said->valueint;
+  if (figure->valueint == 0) cJSON_SetNumberValue(figure, run_us < least ? ceil(least / run_us) : 1);
+  return figure->valueint;
 }
 
 /* Warm up, then append the microseconds of a run to `samples`: a round's share of what the rules ask for. */

@@ -29,8 +29,8 @@ struct Session {
 
 static bool done(OrtStatus *status, Fault *fault) {
   if (!status) return true;
-  const char *said = ort->GetErrorMessage(status);
-  fail(fault, "ONNX Runtime: %.*s", (int)strcspn(said, "\n"), said);
+  const char *message = ort->GetErrorMessage(status);
+  fail(fault, "ONNX Runtime: %.*s", (int)strcspn(message, "\n"), message);
   ort->ReleaseStatus(status);
   return false;
 }
@@ -124,9 +124,9 @@ void provider_got(const Session *session, char got[80]) {
 
 /* Each run's nodes come before its model_run in the trace; those of the first `warm` runs are left out. */
 static bool add_event(cJSON *operators, const cJSON *event, int runs, Fault *fault) {
-  const cJSON *found, *entry = NULL, *said = cJSON_GetObjectItemCaseSensitive(event, "args");
-  const cJSON *operator = cJSON_GetObjectItemCaseSensitive(said, "op_name");
-  const cJSON *on = cJSON_GetObjectItemCaseSensitive(said, "provider"), *took = cJSON_GetObjectItemCaseSensitive(event, "dur");
+  const cJSON *found, *entry = NULL, *arguments = cJSON_GetObjectItemCaseSensitive(event, "args");
+  const cJSON *operator = cJSON_GetObjectItemCaseSensitive(arguments, "op_name");
+  const cJSON *on = cJSON_GetObjectItemCaseSensitive(arguments, "provider"), *took = cJSON_GetObjectItemCaseSensitive(event, "dur");
   char name[64];
   if (!cJSON_IsString(operator) || !cJSON_IsString(on) || !cJSON_IsNumber(took))
     return fail(fault, "ONNX Runtime's trace has an event without operator, provider or duration");

@@ -71,10 +71,10 @@ export class Conversation {
 
   async #answer(message, ids, first, start, tell) {
     const { decoder, settings } = this, piece = this.words.stream();
-    const said = ids.slice(-decoder.facts.budget_tokens), most = settings.max_new_tokens ?? MOST;
+    const recent = ids.slice(-decoder.facts.budget_tokens), most = settings.max_new_tokens ?? MOST;
     let logits = first, answer = "", reason = null, tokens = 0, begun = 0;
     while (!reason) {
-      const token = drawn(logits, said, settings);
+      const token = drawn(logits, recent, settings);
       tokens += 1;
       begun ||= performance.now();
       const ended = this.ends.has(token);
@@ -87,7 +87,7 @@ export class Conversation {
       await pause();
       reason = ended ? "stop" : this.stopping ? "stopped" : tokens >= most ? "length" : null;
       if (reason) break;
-      said.push(token);
+      recent.push(token);
       logits = decoder.run([token]);
     }
     this.messages.push(message, { role: "assistant", content: answer });

@@ -45,14 +45,14 @@ function narrowed(scores, { top_k: count, top_p: mass, min_p: least }) {
 /**
  * The next token.
  * @param {Float32Array} logits of the vocabulary
- * @param {number[]} said tokens that a repetition penalty looks at
+ * @param {number[]} recent tokens that a repetition penalty looks at
  * @param {object} settings the manifest's `generation`, null where unset
  */
-export function drawn(logits, said, settings) {
+export function drawn(logits, recent, settings) {
   const { do_sample, temperature, repetition_penalty: penalty } = settings;
   let scores = Float32Array.from(logits);
   if (penalty && penalty !== 1) {
-    for (const token of new Set(said)) scores[token] *= scores[token] < 0 ? penalty : 1 / penalty;
+    for (const token of new Set(recent)) scores[token] *= scores[token] < 0 ? penalty : 1 / penalty;
   }
   const small = (value) => typeof value === "number" && value < LEAST;
   if (!do_sample || small(temperature) || small(settings.top_p)) return argmax(scores);

@@ -57,11 +57,11 @@ export class Api {
    * @returns {Promise<{reason: string | null, usage: object | null}>} why it ended, and what it took
    */
   async answer({ model, messages, pins, id, settings }, signal, hear) {
-    const said = messages.map(({ role, content, reasoning_content }, i) =>
+    const sent = messages.map(({ role, content, reasoning_content }, i) =>
       ({ role, content, reasoning_content, ...(pins.includes(i) && { pin: true }) }));
     const system = settings.system.trim() ? [{ role: "system", content: settings.system }] : [];
     const body = {
-      model, messages: [...system, ...said], temperature: settings.temperature, max_tokens: settings.tokens,
+      model, messages: [...system, ...sent], temperature: settings.temperature, max_tokens: settings.tokens,
       stream: true, stream_options: { include_usage: true }, return_progress: true,
     };
     const response = await this.#ask("v1/chat/completions",

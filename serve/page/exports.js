@@ -13,8 +13,8 @@ export function exportJson(name, found) {
 
 /** Give a conversation as a Markdown file, without what the model thought. */
 export function exportMarkdown(conversation) {
-  const { system } = conversation.settings, said = conversation.messages.map((one) => [SPEAKERS[one.role], parted(one).text]);
-  const parts = [...(system ? [["System prompt", system]] : []), ...said];
+  const { system } = conversation.settings, turns = conversation.messages.map((one) => [SPEAKERS[one.role], parted(one).text]);
+  const parts = [...(system ? [["System prompt", system]] : []), ...turns];
   const text = [`# ${titled(conversation)}`, ...parts.map(([who, words]) => `## ${who}\n\n${words.trim()}`)].join("\n\n");
   download(titled(conversation), "md", "text/markdown", `${text}\n`);
 }
