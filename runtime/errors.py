@@ -23,6 +23,7 @@ KvcapError
 │   ├── SessionFileCorrupt  it is no session's file, was cut short, or was changed
 │   ├── SessionFileForeign  it was saved by another model, or under settings that cannot take it
 │   └── SessionFileNewer    it was saved by a newer kvcap
+├── LogitsBroken            the model's logits are NaN or infinite; no token was drawn
 ├── SessionBroken           a forward pass failed half-way; reset the session
 ├── Busy                    more is asked of a server than can wait; says when to ask again
 ├── ConversationUnknown     a server has no such conversation of that owner in memory
@@ -102,6 +103,10 @@ class TokenUnknown(KvcapError, ValueError):
 
 class MessagesInvalid(KvcapError, ValueError):
     """The messages are none, or cannot follow the conversation so far."""
+
+
+class LogitsBroken(KvcapError):
+    """The model's logits are NaN or infinite, as damaged weights give them. No token was drawn."""
 
 
 class ModelNotFound(KvcapError, OSError):

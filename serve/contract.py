@@ -121,7 +121,8 @@ class Reply(ABC):
 
     What refuses the request only once its prompt is made (`PinsTooLarge`, `ChatTemplateMissing`,
     `MemoryCapExceeded`, `EmptyPrompt`) is raised by the first `__anext__`, so wait for that before
-    a status is sent. Later ones: `ReaderTooSlow`, `SessionBroken`, `MemoryCapExceeded`.
+    a status is sent. Later ones: `ReaderTooSlow`, `LogitsBroken`, `SessionBroken`,
+    `MemoryCapExceeded`.
 
     An answer that nobody reads waits in a bounded buffer, and does not hold others up. A reply that
     is let go of is closed.

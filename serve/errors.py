@@ -20,6 +20,7 @@ from kvcap.runtime.errors import (
     Busy,
     ConversationUnknown,
     KvcapError,
+    LogitsBroken,
     MemoryCapExceeded,
     ReaderTooSlow,
     ReplicaLost,
@@ -137,8 +138,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(503, text, code="replica_lost", retry_after_s=1)
     if isinstance(error, ReaderTooSlow):
         return ApiError(408, text, code="reader_too_slow")
-    if isinstance(error, SessionBroken):
-        return ApiError(500, text, code="session_broken")
+    if isinstance(error, (LogitsBroken, SessionBroken)):
+        return ApiError(500, text, code=_words(type(error).__name__))
     if isinstance(error, KvcapError) and isinstance(error, ValueError):
         return ApiError(400, text, code=_words(type(error).__name__))
     if isinstance(error, ValueError):  # the house rule: what a user can get wrong

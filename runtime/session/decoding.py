@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 import warnings
 from array import array
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcap.runtime.errors import TokenUnknown
+from kvcap.runtime.errors import LogitsBroken, TokenUnknown
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.detokenizer import Detokenizer
 from kvcap.runtime.session.engine import CacheCopy, Engine, Loop, TokenSampler
@@ -116,7 +117,15 @@ class Decoding:
         self.engine, self.loop = engine, loop
         self.read_ids = array("i")
         """Holds the tokens that the cache has read, and one that it is yet to read."""
-        self._warned = False  # True once it has warned of positions beyond the trained length
+        plan, trained = engine.plan, engine.trained_length
+        renumbered = plan.positions != "true"
+        self._advice = (
+            f"a budget of at most {trained:,} tokens keeps compact positions within them"
+            if renumbered
+            else "compact positions stay within them"
+        )
+        self._warned = renumbered and plan.budget_tokens <= trained
+        """Says whether it has warned of positions beyond the trained length, or never needs to."""
         self._guide: tuple[Any, Guide] | None = None  # the last one, and what it was made from
 
     def check(
@@ -237,6 +246,7 @@ class Decoding:
             if logits is None:
                 yield Step()
         turn.read_tokens = turn.prompt_tokens
+        self._check_numbers(logits)
         least = getattr(config, "min_tokens", None) or 0
         stream = TextStream(engine.tokenizer, stops, self.read_ids, least)
         listeners = self._listeners(config, sampler, guide, stream, written, turn.prompt_tokens)
@@ -385,15 +395,29 @@ class Decoding:
         """Return the ids of the `seen` tokens that the cache has read; -1: not known."""
         return [*self.read_ids[:seen], *[UNKNOWN] * (seen - len(self.read_ids))]
 
+    def _check_numbers(self, logits: Any) -> None:
+        """Refuse to draw from logits [1, V] that are no numbers, as damaged weights give them.
+
+        Raises:
+            LogitsBroken: the largest is NaN or infinite.
+        """
+        if logits is None or math.isfinite(float(logits.max())):
+            return
+        raise LogitsBroken(
+            f"the model's logits are no numbers (NaN or infinite) behind {self.loop.cache.seen:,} "
+            "tokens: its weights are damaged, or too large for the type that it computes in; fetch "
+            "its files again, or give --dtype float32"
+        )
+
     def _warn_beyond(self) -> None:
-        """Warn once where true positions pass the length that the model was trained on."""
+        """Warn once where positions pass the length that the model was trained on."""
         seen, trained = self.loop.cache.seen, self.engine.trained_length
-        if self._warned or self.engine.plan.positions != "true" or seen <= trained:
+        if self._warned or seen <= trained:
             return
         self._warned = True
         warnings.warn(
             f"position {seen:,} is beyond the {trained:,} tokens that the model was trained on, so "
-            "answers will suffer; compact positions stay within them",
+            f"answers will suffer; {self._advice}",
             stacklevel=2,
         )
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvcap
 from kvcap.runtime.backends.pytorch.runtime import usual_every
-from kvcap.runtime.errors import TokenUnknown
+from kvcap.runtime.errors import LogitsBroken, TokenUnknown
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.session.decoding import TextStream
 from kvcap.runtime.session.messages import ChatWriter, render
@@ -233,3 +233,34 @@ def test_streamed_text_is_the_text_up_to_the_first_stop_string(text, stops, data
         assert text.startswith(shown)
         assert not any(stop in shown for stop in stops)
         assert any(text[len(shown) :].startswith(stop) for stop in stops)
+
+
+def test_logits_that_are_no_numbers_end_in_an_error(directory):
+    """Damaged weights gave an answer of no text, or of arbitrary tokens."""
+    session = make(directory)
+    weight = session.runtime.model.model.norm.weight
+    sound = weight.detach().clone()
+    with torch.no_grad():
+        weight[0] = float("nan")
+    with pytest.raises(LogitsBroken, match=r"NaN or infinite.* behind \d+ tokens"):
+        "".join(session.send("Hello!"))
+    with torch.no_grad():
+        weight.copy_(sound)
+    session.clear()
+    assert "".join(session.send("Hello!"))
+
+
+@pytest.mark.parametrize(("positions", "advice"), [("compact", "at most 48"), ("true", "compact")])
+def test_positions_beyond_the_trained_length_are_warned_of_once(directory, positions, advice):
+    runtime = kvcap.Runtime.from_pretrained(
+        directory, budget_tokens=64, block_size=16, device="cpu", positions=positions
+    )
+    runtime.model.config.max_position_embeddings = 48
+    session = runtime.session(seed=0)
+    session.set_generation(max_new_tokens=12)
+    with pytest.warns(UserWarning, match=f"beyond the 48 tokens.*{advice}") as warned:
+        "".join(session.send("one two three four five six seven eight " * 16))
+    assert len(warned) == 1
+    session = runtime.with_budget(40).session(seed=0)
+    if positions == "compact":  # pytest turns another warning into an error
+        "".join(session.send("one two three four five six seven eight " * 16))

@@ -187,6 +187,7 @@ FAILED: list[tuple[int, str | None, str, Exception]] = [  # a status, a code of 
     (400, "token_unknown", "has '<extra>'", errors.TokenUnknown("the text has '<extra>'")),
     (400, None, "temperature=-1", ValueError("temperature=-1 will not work")),
     (429, "busy", "four wait", errors.Busy("four wait already", 2.5)),
+    (500, "logits_broken", "no numbers", errors.LogitsBroken("logits are no numbers")),
     (500, "session_broken", "disagree", errors.SessionBroken("layers disagree")),
     (500, None, "its log says why", ZeroDivisionError("/a/path")),
     (503, "memory_cap_exceeded", "the cap", errors.MemoryCapExceeded("the cap would be passed")),
