@@ -44,11 +44,14 @@ class CriticalKV(Rescorer):
     def update(self, obs: Observation) -> dict[str, Tensor]:
         assert obs.output_projection is not None
         old = obs.values.shape[2] - obs.new
-        values, weights = obs.values[:, :, old:], obs.output_projection
+        values, weights = obs.values[:, :, old:], obs.output_projection.flatten(0, 1)
         if obs.expansion is not None:  # every query head makes its own value of a latent
-            values, weights = obs.expansion.head_values(values), weights.transpose(0, 1)
-        heads = zip(values.unbind(1), weights, strict=True)
-        norms = torch.stack([_norms(*head) for head in heads], 1)  # [B, K or H, T]
+            values = obs.expansion.head_values(values)
+        else:
+            values = values.repeat_interleave(len(weights) // values.shape[1], 1)  # [B, H, T, D]
+        at_once = len(weights) if obs.new == 1 else 1  # a block's products would take much memory
+        heads = zip(values.split(at_once, 1), weights.split(at_once), strict=True)
+        norms = torch.cat([_norms(*some) for some in heads], 1)  # [B, H, T]
         norms = norms.unflatten(1, (obs.keys.shape[1], -1)).mean(2)  # [B, K, T]
         return {"output_norm": torch.cat((obs.state["output_norm"][..., :old], norms), -1)}
 
@@ -62,6 +65,7 @@ class CriticalKV(Rescorer):
 
 
 def _norms(values: Tensor, weights: Tensor) -> Tensor:
-    """Return the mean `‖v W‖₁` of the group's heads: [B, T, D], [G, D, hidden] -> [B, T]."""
-    norms = [(values.float() @ weight.float()).abs().sum(-1) for weight in weights]
-    return torch.stack(norms).mean(0)
+    """Return `‖v W‖₁` of each query head: [B, H, T, D], [H, D, hidden] -> [B, H, T]."""
+    projected = values.transpose(0, 1).flatten(1, 2) @ weights.to(values.dtype)  # [H, B·T, hidden]
+    norms = projected.abs().sum(-1, dtype=torch.float32)
+    return norms.unflatten(1, (len(values), values.shape[2])).transpose(0, 1)
