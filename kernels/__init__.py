@@ -133,17 +133,13 @@ def rescore(
         return scores
     assert obs.rows is not None
     batch, heads, slots = scores.shape
-    index = torch.arange(slots, device=scores.device)
-    behind = index >= obs.rows.lengths.view(batch, heads, 1)
-    rest = behind.sum(-1, keepdim=True)  # which take no part, as if they were pinned and stayed
-    norm = rows.padded(obs.state["output_norm"], obs.rows, batch)
+    rest = slots - obs.rows.lengths.view(batch, heads, 1)  # behind rows, pinned by their positions
     padded = replace(
         obs,
-        positions=obs.positions.masked_fill(behind, 0),
         budget=budgets.view(batch, heads, 1) + rest,  # type: ignore[arg-type]
-        state={"output_norm": norm},
+        state={"output_norm": rows.padded(obs.state["output_norm"], obs.rows, batch)},
     )
-    pinned = pins.of_rows(obs.positions, row_pins) | behind
+    pinned = pins.of_rows(obs.positions, row_pins)
     return rescorer.rescore(scores.nan_to_num(nan=LOWEST), pinned, padded)
 
 
