@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
@@ -72,12 +73,14 @@ def drawn(
     """Make `count` samples; a larger `count` adds samples, and leaves the first ones the same.
 
     All are at one `depth`. By default depths start at random and step by the golden ratio, so that
-    even few samples are spread evenly. `threads` threads make them.
+    even few samples are spread evenly. `threads` threads make them. Of a file that a task reads its
+    name counts, and not its folder, so that every machine draws alike.
 
     Raises:
         ValueError: the length is too short for the task, which is named.
     """
-    key = f"{name}/{length}/{seed}"
+    task, colon, path = name.partition(":")
+    key = f"{task}{colon}{Path(path).name}/{length}/{seed}"
     start = Random(key).random()
     depths = [(start + i * GOLDEN) % 1 if depth is None else depth for i in range(count)]
 

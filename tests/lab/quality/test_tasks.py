@@ -393,6 +393,17 @@ def test_files_that_are_no_text_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_pieces_of_a_file_are_those_of_its_copy_in_another_folder(tmp_path: Path) -> None:
+    """They depended on the whole path, so that two machines read other pieces of one text."""
+    tokenizer, drawn = tokenizer_of("pieces"), []
+    for folder in ("one", "two"):
+        path = tmp_path / folder / "text.txt"
+        path.parent.mkdir()
+        path.write_text(" ".join(f"word{i}" for i in range(2000)))
+        drawn.append([x.ids for x in make_samples(f"perplexity:{path}", tokenizer, 50, 3, seed=0)])
+    assert drawn[0] == drawn[1]
+
+
 def test_depths_are_refused_where_nothing_is_placed(sweep: Sweep, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="task 'perplexity' hides nothing at one place"):
         run(replace(sweep, depths=(0.5,)), tmp_path)
