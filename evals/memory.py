@@ -41,6 +41,20 @@ class Matrix:
     lengths: tuple[int, ...] = (1024, 2048)
     block_size: int = 128
 
+    def __post_init__(self) -> None:
+        """Refuse what would measure nothing.
+
+        Raises:
+            ValueError: there is no combination, or a number is not a whole one from 1.
+        """
+        if not (self.policies and self.budgets and self.lengths):
+            raise ValueError("nothing to measure: give at least one policy, budget and length")
+        for number in (*self.budgets, *self.lengths, self.block_size):
+            if type(number) is not int or number < 1:
+                raise ValueError(
+                    f"budgets, lengths and the block size are whole numbers from 1, not {number!r}"
+                )
+
 
 @dataclass(frozen=True)
 class MeasuredCell:
@@ -109,8 +123,9 @@ def _figures(row: Any) -> MeasuredCell:
     cell = MeasuredCell(**row)
     for field in fields(MeasuredCell):
         kind = str if field.name == "policy" else int
-        if type(getattr(cell, field.name)) is not kind:
-            raise ValueError(f"{field.name} is {getattr(cell, field.name)!r}")
+        value = getattr(cell, field.name)
+        if type(value) is not kind or (isinstance(value, int) and value < 1):
+            raise ValueError(f"{field.name} is {value!r}")
     return cell
 
 

@@ -404,6 +404,28 @@ def test_a_missing_or_malformed_baseline_is_wrong_input(tmp_path, capsys, text):
     assert "kvcap memory update" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [
+        ('["keydiff"]', "[]"),
+        ('"budgets": [32]', '"budgets": ["32"]'),
+        ('"lengths": [256]', '"lengths": [0]'),
+        ('"kv_bytes": ', '"kv_bytes": -'),
+    ],
+)
+def test_a_baseline_that_measures_nothing_is_wrong_input(baseline, tmp_path, capsys, part, other):
+    path, text = tmp_path / "memory.json", json.dumps(json.loads(baseline.read_text()))
+    assert part in text
+    path.write_text(text.replace(part, other))
+    assert check(path) == 2
+    assert "is no baseline" in capsys.readouterr().err
+
+
+def test_numbers_below_one_are_wrong_input(baseline, capsys):
+    assert [check(baseline, option, "0") for option in ("--budgets", "--lengths")] == [2, 2]
+    assert capsys.readouterr().err.count("whole numbers from 1, not 0") == 2
+
+
 def test_a_cell_the_baseline_lacks_is_wrong_input(baseline, capsys):
     assert check(baseline, "--budgets", "33") == 2
     assert "lacks keydiff, 33 slots" in capsys.readouterr().err
