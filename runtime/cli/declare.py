@@ -298,7 +298,13 @@ def _type(kind: Any, declared: Declared) -> Any:
 
 
 def _taken(value: Any, several: bool, check: Callable[[Any], Any] | None) -> Any:
-    """Convert click's value to what a command gets: a tuple to a list, an empty one to None."""
+    """Convert click's value to what a command gets: a tuple to a list, an empty one to None.
+
+    Raises:
+        click.BadParameter: it is nan, which is within all bounds, as it compares with nothing.
+    """
+    if value != value:
+        raise click.BadParameter("nan is no number")
     if several:
         value = list(value or ()) or None
     return value if check is None or value is None else check(value)

@@ -520,6 +520,7 @@ def test_policies(kvcap: Any) -> None:
         (["--evict-every", "1000"], 3, "evict_every=1000"),
         (["--top-p", "1.5"], 2, "--top-p"),
         (["--temperature", "-1"], 2, "--temperature"),
+        (["--temperature", "nan"], 2, "nan is no number"),
         (["--max-new-tokens", "0"], 2, "--max-new-tokens"),
         (["--raw", "--system-prompt", "Be kind."], 2, "--raw"),
         (["--policy", "full", "--budget-tokens", "4"], 4, "0 of 4 slots are in use"),
