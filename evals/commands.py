@@ -397,8 +397,13 @@ def update_command(
         known = Baseline.read(baseline).matrix
     except BaselineUnusable:
         known = Matrix()
+    if baseline.is_dir() or not baseline.parent.is_dir():  # before half a minute of measuring
+        raise ValueError(f"cannot write {str(baseline)!r}: no such folder, or it is one")
     now = _measured(_matrix(known, model, policies, budgets, lengths))
-    now.write(baseline)
+    try:
+        now.write(baseline)
+    except OSError as error:
+        raise ValueError(f"cannot write {str(baseline)!r}: {error.strerror}") from error
     print(jsonlib.dumps(now.as_dict()) if json else table(now.cells))
     note(f"wrote {baseline}")
 

@@ -421,6 +421,12 @@ def test_a_baseline_that_measures_nothing_is_wrong_input(baseline, tmp_path, cap
     assert "is no baseline" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["missing/memory.json", ".", "/proc/memory.json"])
+def test_a_baseline_that_cannot_be_written_is_wrong_input(tmp_path, capsys, name):
+    assert run(["memory", "update", "--baseline", str(tmp_path / name), *SMALL]) == 2
+    assert f"cannot write '{tmp_path / name}': " in capsys.readouterr().err
+
+
 def test_numbers_below_one_are_wrong_input(baseline, capsys):
     assert [check(baseline, option, "0") for option in ("--budgets", "--lengths")] == [2, 2]
     assert capsys.readouterr().err.count("whole numbers from 1, not 0") == 2
