@@ -190,9 +190,9 @@ def pytest_configure(config: pytest.Config) -> None:
     try:
         tolerance_text = config.getoption("memory_tolerance")
         tolerance = None if tolerance_text is None else share(tolerance_text)
-        if file or update:
+        if file is not None or update:
             # Absolute, for processes of pytest-xdist that start elsewhere.
-            path = Path(config.invocation_params.dir, file or DEFAULT)
+            path = Path(config.invocation_params.dir, DEFAULT if file is None else file)
             config.option.memory_baseline = str(path)
             if update and not path.parent.is_dir():
                 raise FiguresUnusable(f"there is no directory {path.parent} to write figures to")

@@ -518,6 +518,14 @@ def test_a_baseline_that_is_none_is_a_usage_error(run, pytester, text, message):
     done.stderr.fnmatch_lines([f"ERROR: *{message}*"])
 
 
+@pytest.mark.parametrize("more", [[], ["--memory-update"]])
+def test_an_empty_name_of_a_baseline_is_a_usage_error(run, more):
+    """As of a variable that is not set: nothing would be compared."""
+    done = run("def test_it(): pass", "--memory-baseline", "", *more)
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines(["ERROR: *is no file of figures*"])
+
+
 @pytest.mark.parametrize("given", ["x", "-1", "nan", "inf%"])
 def test_a_tolerance_that_is_no_percentage_is_a_usage_error(run, given):
     done = run("def test_it(): pass", "--memory-update", f"--memory-tolerance={given}")
