@@ -478,6 +478,7 @@ class FigureComparison:
         self._tolerance = tolerance
         self.measured: dict[str, list[Figure]] = {}
         self.here: dict[str, str] = {}
+        self.outcome = "wrote nothing, as no test with figures passed"
         self._writes = update and not hasattr(config, "workerinput")
 
     def compared(self, test: str, figures: Sequence[Figure]) -> list[Compared]:
@@ -498,11 +499,21 @@ class FigureComparison:
                 pytest.fail("\n".join(lines), pytrace=False)
         return result
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write the file once, in the process where all reports arrive."""
-        if self._writes and self.measured:
+        if not (self._writes and self.measured):
+            return
+        path = self.figures.path
+        try:
+            if path.exists():  # another run may have written it since this one began
+                self.figures = FiguresFile.read(path)
             self.figures.update(self.measured, self.here)
             self.figures.write()
+        except (OSError, FiguresUnusable) as error:
+            self.outcome = f"cannot write {path}: {getattr(error, 'strerror', error)}"
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
+        else:
+            self.outcome = f"wrote {len(self.measured)} tests to {path}"
 
 
 def _growth(grown: Compared) -> str:
@@ -585,7 +596,7 @@ class Summary:
 
     def _notes(self, out: Any, baseline: FigureComparison) -> None:
         if baseline.update:
-            out.write_line(f"wrote {len(baseline.measured)} tests to {baseline.figures.path}")
+            out.write_line(baseline.outcome)
             return
         missing = [row for _, row in self._rows if row.before is None]
         if missing:

@@ -497,6 +497,32 @@ def test_other_versions_and_new_figures_are_said_and_an_update_keeps_the_rest(
     assert {name for name in now if "[1]" in name}  # measured earlier
 
 
+def test_figures_that_another_run_wrote_meanwhile_stay(run, pytester):
+    done = run(
+        """
+import json, pathlib
+def test_it(memory_meter, pytestconfig):
+    memory_meter.cpu_peak(lambda: None)
+    other = {"format": 1, "made_on": {}, "figures": {"another": {"kv_bytes": 5}}}
+    pathlib.Path(pytestconfig.getoption("memory_baseline")).write_text(json.dumps(other))
+""",
+        "--memory-update",
+    )
+    done.assert_outcomes(passed=1)
+    written = json.loads((pytester.path / "memory-figures.json").read_text())["figures"]
+    assert len(written) == 2
+    assert written["another"] == {"kv_bytes": 5}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc, which takes no file")
+def test_figures_that_cannot_be_written_leave_the_report(run):
+    body = "def test_it(memory_meter): memory_meter.cpu_peak(lambda: None)"
+    done = run(body, "--memory-update", "--memory-baseline", "/proc/figures.json")
+    done.stdout.fnmatch_lines(["*::test_it *0 B", "cannot write /proc/figures.json: No such file*"])
+    done.assert_outcomes(passed=1)
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
