@@ -156,7 +156,7 @@ class FiguresFile:
                     {**value, "bytes": figure.nbytes} if isinstance(value, dict) else figure.nbytes
                 )
             self.tests[test] = now
-        self.made_on = dict(here)
+        self.made_on |= here  # what a run does not know, as without torch, stays
 
     def write(self) -> None:
         """Replace the file, whole or not at all."""

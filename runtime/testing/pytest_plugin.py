@@ -507,6 +507,10 @@ class FigureComparison:
         try:
             if path.exists():  # another run may have written it since this one began
                 self.figures = FiguresFile.read(path)
+            unlike, others = (
+                self.figures.unlike(self.here),
+                self.figures.tests.keys() - self.measured,
+            )
             self.figures.update(self.measured, self.here)
             self.figures.write()
         except (OSError, FiguresUnusable) as error:
@@ -514,6 +518,11 @@ class FigureComparison:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
         else:
             self.outcome = f"wrote {len(self.measured)} tests to {path}"
+            if unlike and others:
+                self.outcome += (
+                    f"; {len(others)} others keep figures of another environment and will be "
+                    f"compared as if of this one ({unlike}): measure them, too"
+                )
 
 
 def _growth(grown: Compared) -> str:

@@ -492,6 +492,9 @@ def test_other_versions_and_new_figures_are_said_and_an_update_keeps_the_rest(
     )
     done = run(OWN, "--memory-update", "--memory-baseline", str(path), "-k", "cache")
     done.assert_outcomes(passed=1, deselected=2)
+    done.stdout.fnmatch_lines(
+        ["wrote 1 tests*; 1 others keep figures of another *torch 1.0 there*"]
+    )
     now = json.loads(path.read_text())["figures"]
     assert now[test] == {"chat.kv_bytes": {"bytes": 6464, "tolerance": "5%"}}
     assert {name for name in now if "[1]" in name}  # measured earlier
