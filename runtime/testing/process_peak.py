@@ -63,13 +63,14 @@ def process_peak(target: str | Path, *args: Any, timeout: float | None = None) -
     module, _, function = str(target).partition(":")
     if (script and not Path(target).is_file()) or (not script and not (module and function)):
         raise ValueError(f"{str(target)!r}: give 'module:function' or the path of a script")
-    return in_fresh_process("run", [str(target), script, list(args)], timeout=timeout)
+    request = [str(target), script, list(args)]
+    return ProcessPeak(**in_fresh_process("run", request, timeout=timeout))
 
 
 def in_fresh_process(
     entry: str, request: list[Any], *, cwd: Path | None = None, timeout: float | None = None
-) -> ProcessPeak:
-    """Call `entry` of this module in a fresh process, which writes its figures to a file."""
+) -> dict[str, Any]:
+    """Call `entry` of this module in a fresh process; return the figures that it writes."""
     path = list(filter(None, sys.path))  # '' would let folders here shadow packages
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "peak.json")
@@ -92,12 +93,12 @@ def in_fresh_process(
             raise RuntimeError(f"the process ended with code {done.returncode}:\n{output}")
         if not report.exists():
             raise NotMeasured(output)
-        report_facts = json.loads(report.read_text())
+        report_facts: dict[str, Any] = json.loads(report.read_text())
         if "failed" in report_facts:
             raise TestFailed(report_facts["failed"])
         if "skipped" in report_facts:
             raise NotMeasured(report_facts["skipped"])
-        return ProcessPeak(**report_facts)
+        return report_facts
 
 
 def run(report: str, target: str, script: bool, args: list[Any]) -> None:
@@ -156,9 +157,9 @@ def start() -> int:
     return peak()
 
 
-def write(report: str, baseline: int) -> None:
-    """Write this process's peak and its baseline to the file `report`."""
-    Path(report).write_text(json.dumps({"peak_bytes": peak(), "baseline_bytes": baseline}))
+def write(report: str, baseline: int, **more: Any) -> None:
+    """Write this process's peak, its baseline and more to the file `report`."""
+    Path(report).write_text(json.dumps({"peak_bytes": peak(), "baseline_bytes": baseline, **more}))
 
 
 def peak() -> int:

@@ -154,6 +154,8 @@ def _add(item: pytest.Item, figure: Figure, peak: Peak | None) -> None:
 @pytest.fixture
 def memory_meter(request: pytest.FixtureRequest) -> MemoryMeter:
     """Return meters of memory: cpu_peak, host_peak, cuda_peak, process_peak, kv_bytes."""
+    if REPORT in os.environ:  # what the meters import is no part of the process's growth
+        import kvcap.runtime.testing.memory_meter  # noqa: F401
     baseline = request.config.pluginmanager.get_plugin(BASELINE)
     return MemoryMeter(request.node, stacks=baseline is not None and not baseline.update)
 
@@ -262,7 +264,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     if budget.process:
         baseline = processes.start()
         result = yield
-        processes.write(os.environ[REPORT], baseline)
+        figures = [asdict(figure) for figure in item.stash.get(FIGURES, [])]  # of memory_meter
+        processes.write(os.environ[REPORT], baseline, figures=figures)
         return result
     peaks = Peaks(budget)
     if _wrap_method(item, peaks):
@@ -340,12 +343,12 @@ def _wrap_method(item: pytest.Item, peaks: Peaks) -> bool:
 
 def _elsewhere(item: pytest.Item, budget: AllowedBytes) -> Generator[None, object, object]:
     """Run a test in a fresh process instead of here."""
-    took: list[ProcessPeak] = []
+    took: dict[str, Any] = {}
 
     def run() -> None:
         skipped, failed = "", ""
         try:
-            took.append(
+            took.update(
                 processes.in_fresh_process("run_test", _command(item), cwd=item.config.rootpath)
             )
         except processes.NotMeasured as error:
@@ -364,7 +367,9 @@ def _elsewhere(item: pytest.Item, budget: AllowedBytes) -> Generator[None, objec
         result = yield
     finally:
         del item.runtest
-    grown = took[0].grown_bytes
+    for figure in took.pop("figures"):
+        _add(item, Figure(**figure), None)
+    grown = processes.ProcessPeak(**took).grown_bytes
     _judge(item, Figure("process_peak", grown, "body", budget.size), None)
     return result
 
@@ -387,7 +392,7 @@ def _holders(item: pytest.Item, figure: Figure) -> list[str]:
     """Return lines that show who held memory at the peak of a figure that is too large."""
     largest = item.stash.get(LARGEST, {}).get(figure.name, list)()
     if not largest and figure.kind == "cpu_peak":
-        return ["  (stacks are not noted beside host=, or while another profiler is on)"]
+        return ["  (stacks are not noted beside host=, process=True or another profiler)"]
     if not largest:
         return []
     lines = ["  what was held at the peak, the largest first:"]

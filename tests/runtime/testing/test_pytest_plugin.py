@@ -245,7 +245,8 @@ def test_wrong():
 def test_a_fresh_process(run):
     done = run("""
 @pytest.mark.memory_budget("100MiB", process=True)
-def test_kept(): torch.zeros(10 * MIB, dtype=torch.uint8)
+def test_kept(memory_meter):
+    memory_meter.cpu_peak(torch.zeros, 10 * MIB, dtype=torch.uint8, label="within")
 
 @pytest.mark.memory_budget("100MiB", process=True)
 def test_passed(): torch.ones(200 * MIB, dtype=torch.uint8)
@@ -258,6 +259,7 @@ def test_skipped(): pytest.skip("no reason")
 """)
     done.assert_outcomes(passed=1, failed=2, skipped=1)
     done.stdout.fnmatch_lines(["*budget exceeded: the process took 2??.? MiB*", "*assert 1 == 2*"])
+    done.stdout.fnmatch_lines(["*::test_kept *within.cpu_peak *10.0 MiB*"])
     report = done.stdout.str().partition("short test summary")[0]
     assert report.count("E       assert 1 == 2") + report.count("E   assert 1 == 2") == 1
 
