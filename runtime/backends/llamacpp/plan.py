@@ -239,9 +239,13 @@ class LlamaPlanner:
         fitting = bisect_right(pages, nbytes, key=lambda count: size(self._sized(count)))
         if not fitting:
             least = self._sized(fewest)
+            needed = size(least)
+            # A process differs from one run to the next, and the bytes of a cache do not.
+            whole = needed != least.cache_bytes
+            enough = f"{with_margin(needed) >> 20}MiB" if whole else f"{needed}"
             raise PlanInfeasible(
                 f"{what} of {nbytes:,} bytes is too small: {least.budget_tokens} slots and blocks "
-                f"of {least.block_size} take {size(least):,}; raise it to {size(least):,} or more",
+                f"of {least.block_size} take {needed:,}; raise it to {enough}",
                 least_kv_budget=least.cache_bytes,
                 least_memory_cap=with_margin(least.total_bytes),
             )

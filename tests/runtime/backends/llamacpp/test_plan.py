@@ -146,6 +146,7 @@ def test_the_whole_process_is_planned_under_a_cap(gguf: Files) -> None:
     with pytest.raises(PlanInfeasible) as refused:
         runtime_of(file, memory_cap="1MiB", **sized)
     cap = refused.value.least["least_memory_cap"]
+    assert str(refused.value).endswith(f"raise it to {cap >> 20}MiB")
     runtime = runtime_of(file, memory_cap=cap + (4 << 20), **sized)
     assert runtime.plan.total_bytes <= parse_cap(cap + (4 << 20))
     session = runtime.session(seed=0)
