@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # PyTorch stands behind them
     from kvcap.policies import Eviction, Policy
 
 BUDGET_TOKENS, BLOCK_SIZE = 256, 128  # where neither is asked for and bytes are not few
+MOST = 1 << 40  # tokens: PyTorch cannot count the bytes of many more
 GPU_BLOCK = 512  # on CUDA, where it is at most half the slots: prompts are read much faster
 IN_BYTES = (
     "{}: use a whole number of tokens from 1, such as 1024; for a size in bytes give a Runtime or "
@@ -153,12 +154,13 @@ def usual_block(tokens: int, device: Any, most: int) -> int:
 
 
 def check_size(name: str, size: Any) -> None:
-    """Refuse a size that is no whole number from 1.
+    """Refuse a size that is no whole number from 1, or beyond all memory.
 
     Raises:
         PlanInfeasible: it is none.
     """
     if isinstance(size, str):
         raise PlanInfeasible(IN_BYTES.format(f"{name}={size!r}"))
-    if type(size) is not int or size < 1:
-        raise PlanInfeasible(f"{name}={size!r}: use a whole number of tokens from 1")
+    if type(size) is not int or not 1 <= size <= MOST:
+        upto = f" to {MOST:,}" if type(size) is int and size > MOST else ""
+        raise PlanInfeasible(f"{name}={size!r}: use a whole number of tokens from 1{upto}")

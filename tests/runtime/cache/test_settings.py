@@ -56,6 +56,7 @@ def test_a_runtime_and_a_cap_pass_them_on_whole():
     ("given", "message"),
     [
         ({"budget_tokens": 0}, "budget_tokens=0: use a whole number of tokens from 1"),
+        ({"block_size": 10**20}, "from 1 to 1,099,511,627,776"),
         ({"block_size": True}, "block_size=True"),
         ({"evict_every": 2.5}, "evict_every=2.5"),
         ({"budget_tokens": "64MiB"}, "kv_budget='64MiB'"),
