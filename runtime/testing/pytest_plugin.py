@@ -459,10 +459,11 @@ def _where(item: pytest.Item) -> str:
 
 
 def _command(item: pytest.Item) -> list[Any]:
-    """Return pytest's arguments for the test's own process: that test, and nothing of `addopts`."""
+    """Return pytest's arguments for the test's own process: that test, and this run's plugins."""
     config = item.config
     name = config.pluginmanager.get_name(sys.modules[__name__])
-    arguments = [item.nodeid, "-q", "-p", str(name), "-p", "no:cacheprovider", "-p", "no:xdist"]
+    plugins = [*config.getoption("plugins"), str(name), "no:cacheprovider", "no:xdist"]
+    arguments = [item.nodeid, "-q", *(x for plugin in plugins for x in ("-p", plugin))]
     arguments += ["--rootdir", str(config.rootpath), "-o", "addopts=", "--runxfail"]
     arguments += [f"--import-mode={config.getoption('importmode')}"]
     if config.inipath is not None:

@@ -242,8 +242,11 @@ def test_wrong():
 
 
 @pytest.mark.slow
-def test_a_fresh_process(run):
-    done = run("""
+def test_a_fresh_process(run, pytester):
+    pytester.makepyfile(more_fixtures="import pytest\n@pytest.fixture\ndef given(): return 1")
+    pytester.syspathinsert()
+    done = run(
+        """
 @pytest.mark.memory_budget("100MiB", process=True)
 def test_kept(memory_meter):
     memory_meter.cpu_peak(torch.zeros, 10 * MIB, dtype=torch.uint8, label="within")
@@ -252,11 +255,14 @@ def test_kept(memory_meter):
 def test_passed(): torch.ones(200 * MIB, dtype=torch.uint8)
 
 @pytest.mark.memory_budget("100MiB", process=True)
-def test_wrong(): assert 1 == 2
+def test_wrong(given): assert given == 2
 
 @pytest.mark.memory_budget("100MiB", process=True)
 def test_skipped(): pytest.skip("no reason")
-""")
+""",
+        "-p",
+        "more_fixtures",
+    )
     done.assert_outcomes(passed=1, failed=2, skipped=1)
     done.stdout.fnmatch_lines(["*budget exceeded: the process took 2??.? MiB*", "*assert 1 == 2*"])
     done.stdout.fnmatch_lines(["*::test_kept *within.cpu_peak *10.0 MiB*"])
