@@ -46,7 +46,7 @@ class Spec:
         run = replace(self.eviction, sink_tokens=run.sink_tokens)
         object.__setattr__(self, "eviction", run)
         if self.stage == "evict":
-            self.eviction.check(self.shape.budget)
+            graph_part(run).check(self.shape.budget)  # no graph reads a table of heads
 
     def graph(self) -> StageGraph:
         """Make the module to trace.

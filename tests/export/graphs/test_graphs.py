@@ -132,12 +132,13 @@ def test_policies_with_graphs_of_their_own():
 @pytest.mark.parametrize("name", BASES)
 def test_a_preset_that_shares_out_budgets_exports_its_base(name):
     """The same graph, hence one export; and a note of what is not in it."""
-    spec = Spec(load_policy(name), ODD)
     options = {"kernel": 5, "pool": "avg"} if name == "calidrop" else {}
     options |= {"sinks": 32} if name == "calidrop-streaming_llm" else {}
-    base = Spec(load_policy(BASES[name], **options), ODD)
-    assert {**spec.recipe(), "name": ""} == {**base.recipe(), "name": ""}
-    assert spec.notes()
+    for stage in ("score", "evict"):
+        spec = Spec(load_policy(name), ODD, stage)
+        base = Spec(load_policy(BASES[name], **options), ODD, stage)
+        assert {**spec.recipe(), "name": ""} == {**base.recipe(), "name": ""}
+        assert spec.notes()
 
 
 @pytest.mark.parametrize("name", OWN)
