@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.models.config import ModelShape
 
@@ -58,7 +60,7 @@ class Shape:
 
 
 def model_sizes(model: str) -> dict[str, Any]:
-    """Return the sizes of a model's capped layers, from its config alone.
+    """Return the sizes of a model's capped layers, without its weights.
 
     Args:
         model: 'pocket', a directory, or a repository of the hub.
@@ -74,16 +76,25 @@ def model_sizes(model: str) -> dict[str, Any]:
     config = load_config(resolve(model)).get_text_config(decoder=True)
     shape = ModelShape.of(config)
     refuse_sinks(shape)
-    scaling = getattr(config, "attention_multiplier", None)  # Granite
-    if (scalar := getattr(config, "query_pre_attn_scalar", None)) is not None:  # Gemma
-        scaling = scalar**-0.5
     return {
         "kv_heads": shape.kv_heads,
         "heads": shape.heads,
         "head_dim": shape.head_size,
-        "scaling": scaling,
+        "scaling": _scaling(config, shape.capped[0]),
         "softcap": shape.softcap,
     }
+
+
+def _scaling(config: Any, layer: int) -> float | None:
+    """Return the factor of a layer's logits; None if its attention names none.
+
+    Families compute it from settings of different names, or have it in their code.
+    """
+    from kvcap.runtime.models.weights import on_meta  # takes seconds to import
+
+    modules = on_meta(config, torch.float32).modules()
+    own = (vars(module) for module in modules if getattr(module, "layer_idx", None) == layer)
+    return next((float(names["scaling"]) for names in own if "scaling" in names), None)
 
 
 def refuse_sinks(shape: ModelShape) -> None:

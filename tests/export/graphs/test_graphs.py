@@ -359,7 +359,8 @@ def test_sizes_of_a_model_are_read_from_its_config(tmp_path):
     for family, expected in (
         ({"model_type": "gemma2", "query_pre_attn_scalar": 64}, 0.125),
         ({"model_type": "granite", "attention_multiplier": 0.3}, 0.3),
-        ({"model_type": "llama"}, None),
+        ({"model_type": "gemma4_text"}, 1.0),  # in its code alone
+        ({"model_type": "llama"}, 128**-0.5),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**family, "num_hidden_layers": 2}))
         assert model_sizes(str(tmp_path))["scaling"] == expected
