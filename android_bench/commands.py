@@ -244,9 +244,10 @@ def report_command(
     relative_to: str | None = option(
         None, "Give times relative to this cell (the plan's reference by default).", metavar="CELL"
     ),
-    max_regress: str = option(
-        "10%",
-        "Let a median grow by so much over --baseline, and exit with 1 beyond that.",
+    max_regress: str | None = option(
+        None,
+        "Let a median grow by so much over --baseline (10% by default), and exit with 1 beyond "
+        "that.",
         metavar="PERCENT",
     ),
     json: bool = JSON,
@@ -259,7 +260,9 @@ def report_command(
     from kvcap.android_bench.results.table import heading, markdown, slower
     from kvcap.android_bench.runner.statistics import COLUMNS, csv_text
 
-    allowed = _share(max_regress)
+    allowed = _share("10%" if max_regress is None else max_regress)
+    if max_regress is not None and baseline is None:
+        raise ValueError("--max-regress compares with an earlier result; give it as --baseline")
     for path in (out, plot, rows, csv):
         if path is not None:
             parent_of(path)
