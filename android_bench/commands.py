@@ -80,7 +80,13 @@ def _time(default: float | None, text: str, unit: str = "SECONDS") -> Any:
 @android.adds("plan")
 def plan_command(
     out: Path = option(
-        ..., "Write the plan into this new folder.", "--out", "-o", metavar="DIR", panel="Output"
+        ...,
+        "Write the plan into this new folder.",
+        "--out",
+        "-o",
+        metavar="DIR",
+        check=checked_folder,
+        panel="Output",
     ),
     preset: str = option(
         "quick",
@@ -329,14 +335,12 @@ def adb_command(
     """Measure a plan on a device over adb; nothing is installed or left there."""
     from kvcap.android_bench.devices.adb import chosen
     from kvcap.android_bench.devices.run import DeviceRunSettings, c_runner, run_on
-    from kvcap.android_bench.documents import read_plan, write_json
-    from kvcap.android_bench.errors import ResultBroken
+    from kvcap.android_bench.documents import parent_of, read_plan, write_json
     from kvcap.android_bench.results.judge import judged
     from kvcap.android_bench.results.table import markdown
 
     read_plan(folder)
-    if not out.parent.is_dir():
-        raise ResultBroken(f"no folder {str(out.parent)!r} for the result")
+    parent_of(out)
     options = ["--cores", cores, "--provider", provider, *["--profile"] * profile]
     options += ["--threads", threads] if threads else []
     if browser and (provider != "cpu" or profile):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import stat
 from collections import Counter
 from functools import cache
@@ -191,10 +192,14 @@ def parent_of(path: Path) -> Path:
     Commands call it before they measure, so that no measurement is lost.
 
     Raises:
-        ResultBroken: there is no such folder.
+        ResultBroken: there is no such folder, it is read-only, or the path is a folder itself.
     """
+    if path.is_dir():
+        raise ResultBroken(f"{str(path)!r} is a folder; name a file to write")
     if not path.parent.is_dir():
         raise ResultBroken(f"no folder {str(path.parent)!r} to write {path.name} to")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ResultBroken(f"{str(path)!r} cannot be written here")
     return path.parent
 
 
@@ -202,7 +207,7 @@ def write_json(document: dict[str, Any], path: Path) -> None:
     """Write a document whole or not at all.
 
     Raises:
-        ResultBroken: there is no such folder.
+        ResultBroken: it cannot be written there.
     """
     part = parent_of(path) / f".{path.name}.part"
     try:

@@ -216,17 +216,22 @@ def test_plans_that_cannot_be_are_refused(tmp_path, kvcap, options, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_result_needs_a_folder_before_anything_is_measured(folder, tmp_path, capsys):
-    assert run(["android", "host", str(folder), "-o", str(tmp_path / "no" / "r.json")]) == 2
-    output = capsys.readouterr().err
-    assert "to write r.json to" in output
-    assert "[1/" not in output
+def test_a_result_has_a_place_before_anything_is_measured(folder, tmp_path, kvcap, monkeypatch):
+    for where, says in (("no/r.json", "to write r.json to"), (".", "is a folder; name a file")):
+        output = kvcap.refused("android", "host", str(folder), "-o", str(tmp_path / where))
+        assert says in output
+        assert "[1/" not in output
+    monkeypatch.setattr(os, "access", lambda _, mode: mode != os.W_OK)
+    output = kvcap.refused("android", "host", str(folder), "-o", str(tmp_path / "r.json"))
+    assert "cannot be written here" in output
 
 
 def test_a_plan_takes_an_empty_folder_only(folder, kvcap):
     before = sorted(folder.iterdir())
     assert "is not empty; name a new folder" in kvcap.refused("android", "plan", "-o", str(folder))
     assert sorted(folder.iterdir()) == before
+    within = str(folder / "plan.json" / "x")
+    assert "is a file, not a folder" in kvcap.refused("android", "plan", "-o", within)
 
 
 @pytest.mark.parametrize(
