@@ -215,6 +215,7 @@ def decoder_command(
         "--out",
         "-o",
         metavar="DIR",
+        check=checked_folder,
         panel="Output",
     ),
     force: bool = FORCE,
