@@ -49,8 +49,8 @@ class Manifest:
 
     @property
     def kind(self) -> ModelKind:
-        """Return the model's size; chats take the settings of no family."""
-        return ModelKind("", self.model["hidden_size"])
+        """Return the model's family and size."""
+        return ModelKind(self.model.get("family", ""), self.model["hidden_size"])
 
     @property
     def decoder(self) -> Path:

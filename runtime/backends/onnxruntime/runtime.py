@@ -180,7 +180,7 @@ class OrtRuntime(ArrayEngine):
 
     @property
     def kind(self) -> ModelKind:
-        """Return the model's size, without the family, which an export does not name."""
+        """Return the model's family and size."""
         return self.manifest.kind
 
     @property

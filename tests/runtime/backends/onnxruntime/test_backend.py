@@ -28,7 +28,7 @@ from kvcap.policies import load_policy
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.backends.onnxruntime.loop import OrtCache
-from kvcap.runtime.backends.onnxruntime.manifest import check, files_named
+from kvcap.runtime.backends.onnxruntime.manifest import check, files_named, read
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.errors import (
@@ -384,6 +384,15 @@ def test_directories_that_are_no_exports(tiny, tmp_path, capsys):
 def copied(tiny, tmp_path):
     shutil.copytree(tiny / "decoder", tmp_path / "copy")
     return tmp_path / "copy"
+
+
+def test_the_family_of_a_model_is_that_of_its_manifest(copied):
+    """By it chats draw; another tool's manifest need not say it."""
+    assert read(copied).kind.family == "llama"
+    said = json.loads((copied / "kvcap.json").read_text())
+    del said["model"]["family"]
+    (copied / "kvcap.json").write_text(json.dumps(said))
+    assert read(copied).kind.family == ""
 
 
 def _cut(path: Path) -> None:
