@@ -997,8 +997,8 @@ def test_a_wrong_percentage_is_refused(saved, text, kvcap):
 
 
 def test_a_percentage_alone_compares_nothing_and_is_refused(saved, kvcap):
-    said = kvcap.refused("android", "report", saved("a.json"), "--max-regress", "5%")
-    assert "give it as --baseline" in said
+    output = kvcap.refused("android", "report", saved("a.json"), "--max-regress", "5%")
+    assert "give it as --baseline" in output
 
 
 # Documents

@@ -389,9 +389,9 @@ def copied(tiny, tmp_path):
 def test_the_family_of_a_model_is_that_of_its_manifest(copied):
     """By it chats draw; another tool's manifest need not say it."""
     assert read(copied).kind.family == "llama"
-    said = json.loads((copied / "kvcap.json").read_text())
-    del said["model"]["family"]
-    (copied / "kvcap.json").write_text(json.dumps(said))
+    manifest = json.loads((copied / "kvcap.json").read_text())
+    del manifest["model"]["family"]
+    (copied / "kvcap.json").write_text(json.dumps(manifest))
     assert read(copied).kind.family == ""
 
 
