@@ -68,4 +68,5 @@ def _norms(values: Tensor, weights: Tensor) -> Tensor:
     """Return `‖v W‖₁` of each query head: [B, H, T, D], [H, D, hidden] -> [B, H, T]."""
     projected = values.transpose(0, 1).flatten(1, 2) @ weights.to(values.dtype)  # [H, B·T, hidden]
     norms = projected.abs().sum(-1, dtype=torch.float32)
-    return norms.unflatten(1, (len(values), values.shape[2])).transpose(0, 1)
+    each: Tensor = norms.unflatten(1, (len(values), values.shape[2]))  # [H, B, T]
+    return each.transpose(0, 1)
