@@ -63,3 +63,34 @@ def test_rescored_as_by_its_own_code(batch, heads, slots, budget, pins, spans, a
         ints([pins] * count),
     )
     torch.testing.assert_close(rescored[~pinned], expected[~pinned], rtol=1e-6, atol=1e-7)
+
+
+def test_slots_behind_a_row_play_no_part():
+    """They hold arbitrary scores, and positions above all."""
+    lengths, slots, budget, pins = [40, 33, 22], 40, 20, (4, 8)
+    obs, scores = observed(1, len(lengths), slots, budget=budget)
+    rescorer, norm = CriticalKV(), obs.state["output_norm"]
+    positions, given = obs.positions.clone(), scores.clone()
+    for head, length in enumerate(lengths):
+        positions[:, head, length:] = (1 << 30) + torch.arange(slots - length, device=DEVICE)
+        given[:, head, length:] = float("nan")
+    rescored = kernels.rescore(
+        rescorer,
+        given,
+        Pins(obs.num_tokens, ()),
+        replace(
+            obs,
+            positions=positions,
+            rows=RowRanges(ints([0, slots, 2 * slots]), ints(lengths), slots),
+            state={"output_norm": norm.flatten()},
+        ),
+        ints([budget] * len(lengths)),
+        ints([pins] * len(lengths)),
+    )
+    for head, length in enumerate(lengths):
+        own = slice(None), slice(head, head + 1), slice(length)
+        ages = obs.positions[own]
+        pinned = (ages < pins[0]) | (ages >= obs.num_tokens - pins[1])
+        alone = replace(obs, keys=obs.keys[own], positions=ages, state={"output_norm": norm[own]})
+        expected = rescorer.rescore(scores[own], pinned, alone)
+        torch.testing.assert_close(rescored[own][~pinned], expected[~pinned])
