@@ -101,7 +101,8 @@ def check_slots(
         raise PinsTooLarge(
             f"{pinned} tokens would be pinned, which needs {needed} slots in every head with the "
             f"{needed - pinned} that policy {policy!r} pins, and a head of layer {layer} has "
-            f"{slots}; pin less, use a larger budget, or /clear"
+            f"{slots}; pin less, use a larger budget, or begin a new conversation (in chat: "
+            "/clear)"
         )
 
 

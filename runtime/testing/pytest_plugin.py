@@ -222,17 +222,18 @@ class AllowedBytes:
         Raises:
             ValueError: they give none; the message says what would.
         """
-        unknown = sorted(set(mark.kwargs) - {"host", "process"})
+        unknown = sorted(set(mark.kwargs) - {"size", "host", "process"})
         if unknown:
             raise ValueError(f"memory_budget knows no {', '.join(unknown)}; {USAGE}")
-        if len(mark.args) != 1:
-            raise ValueError(f"memory_budget got {len(mark.args)} sizes; {USAGE}")
+        sizes = [*mark.args, *([mark.kwargs["size"]] if "size" in mark.kwargs else [])]
+        if len(sizes) != 1:
+            raise ValueError(f"memory_budget got {len(sizes)} sizes; {USAGE}")
         host, process = mark.kwargs.get("host"), mark.kwargs.get("process", False)
         if not isinstance(process, bool):
             raise ValueError(f"process={process!r} is neither True nor False; {USAGE}")
         if process and host is not None:
             raise ValueError(f"a process's figure counts host memory already; {USAGE}")
-        return cls(_bytes(mark.args[0]), None if host is None else _bytes(host), process)
+        return cls(_bytes(sizes[0]), None if host is None else _bytes(host), process)
 
 
 def _bytes(size: object) -> int:

@@ -270,7 +270,8 @@ class Context:
         """Free the cells of positions `start` to `stop` (-1: all further ones)."""
         if not self.calls.llama_memory_seq_rm(self.memory, sequence, start, stop):
             raise MemoryCapExceeded(
-                f"llama.cpp cannot free positions {start} to {stop} of this model; use /clear"
+                f"llama.cpp cannot free positions {start} to {stop} of this model; begin a new "
+                "conversation (in chat: /clear)"
             )
 
     @exclusively

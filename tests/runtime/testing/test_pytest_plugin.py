@@ -168,7 +168,7 @@ class TestIt:
     @pytest.mark.parametrize("n", [
         pytest.param(1),
         pytest.param(3),
-        pytest.param(2, marks=pytest.mark.memory_budget("2MiB")),
+        pytest.param(2, marks=pytest.mark.memory_budget(size="2MiB")),
     ])
     def test_it(self, n, large): torch.zeros(n * MIB, dtype=torch.uint8)
 
@@ -277,6 +277,7 @@ def test_skipped(): pytest.skip("no reason")
         ("", "got 0 sizes"),
         ("1.5", "1.5 is no size"),
         ('"1MiB", 2', "got 2 sizes"),
+        ('"1MiB", size=2', "got 2 sizes"),
         ('"1MiB", proces=True', "knows no proces"),
         ("True", "True is no size"),
         ("-1", "-1 is below zero"),
