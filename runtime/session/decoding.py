@@ -117,15 +117,7 @@ class Decoding:
         self.engine, self.loop = engine, loop
         self.read_ids = array("i")
         """Holds the tokens that the cache has read, and one that it is yet to read."""
-        plan, trained = engine.plan, engine.trained_length
-        renumbered = plan.positions != "true"
-        self._advice = (
-            f"a budget of at most {trained:,} tokens keeps compact positions within them"
-            if renumbered
-            else "compact positions stay within them"
-        )
-        self._warned = renumbered and plan.budget_tokens <= trained
-        """Says whether it has warned of positions beyond the trained length, or never needs to."""
+        self._warned = False  # True once it has compared positions beyond the trained length
         self._guide: tuple[Any, Guide] | None = None  # the last one, and what it was made from
 
     def check(
@@ -411,13 +403,19 @@ class Decoding:
 
     def _warn_beyond(self) -> None:
         """Warn once where positions pass the length that the model was trained on."""
-        seen, trained = self.loop.cache.seen, self.engine.trained_length
-        if self._warned or seen <= trained:
+        if self._warned or (seen := self.loop.cache.seen) <= self.engine.trained_length:
             return
         self._warned = True
+        plan, trained = self.engine.plan, self.engine.trained_length
+        if plan.positions == "true":
+            advice = "compact positions stay within them"
+        elif plan.budget_tokens > trained:
+            advice = f"a budget of at most {trained:,} tokens keeps compact positions within them"
+        else:
+            return
         warnings.warn(
             f"position {seen:,} is beyond the {trained:,} tokens that the model was trained on, so "
-            f"answers will suffer; {self._advice}",
+            f"answers will suffer; {advice}",
             stacklevel=2,
         )
 
