@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json as jsonlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
@@ -320,8 +321,7 @@ def calibrate_command(
     text = read_input(file)
     if not text.strip():
         raise ValueError("the text is empty; give one of at least 32 tokens")
-    if out.is_dir() or not out.parent.is_dir():
-        raise ValueError(f"cannot write {str(out)!r}: no such folder, or it is one")
+    _check_place(out)
     with progress_bar(
         "{task.completed}/{task.total} tokens", off=quiet or not styled()
     ) as progress:
@@ -334,10 +334,8 @@ def calibrate_command(
             model, text, tokens=tokens, dtype=dtype, device=device, report=report
         )
     document = jsonlib.dumps(calibration.as_dict())
-    try:
+    with _writing(out):
         out.write_text(document + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot write {str(out)!r}: {error.strerror}") from error
     if json:
         print(document)
         return
@@ -397,15 +395,27 @@ def update_command(
         known = Baseline.read(baseline).matrix
     except BaselineUnusable:
         known = Matrix()
-    if baseline.is_dir() or not baseline.parent.is_dir():  # before half a minute of measuring
-        raise ValueError(f"cannot write {str(baseline)!r}: no such folder, or it is one")
+    _check_place(baseline)
     now = _measured(_matrix(known, model, policies, budgets, lengths))
-    try:
+    with _writing(baseline):
         now.write(baseline)
-    except OSError as error:
-        raise ValueError(f"cannot write {str(baseline)!r}: {error.strerror}") from error
     print(jsonlib.dumps(now.as_dict()) if json else table(now.cells))
     note(f"wrote {baseline}")
+
+
+def _check_place(path: Path) -> None:
+    """Refuse a path that no file can have, before anything is measured for it."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"cannot write {str(path)!r}: no such folder, or it is one")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Name the path that a `with` block cannot write."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot write {str(path)!r}: {error.strerror}") from error
 
 
 def _given(**values: Any) -> dict[str, Any]:
