@@ -42,7 +42,7 @@ class Matrix:
     block_size: int = 128
 
     def __post_init__(self) -> None:
-        """Refuse what would measure nothing.
+        """Refuse a matrix of which nothing can be measured.
 
         Raises:
             ValueError: there is no combination, or a number is not a whole one from 1.

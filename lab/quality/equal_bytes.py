@@ -168,7 +168,7 @@ def _runtime(work: SideWork) -> LlamaRuntime:
 
 
 def _samples(work: SideWork, session: Session, task: str, each: int = 1) -> list[Sample]:
-    """Return the samples of this piece; `each`: for so many of the row's there is one."""
+    """Return this piece's samples, one for every `each` samples of the row."""
     start, stop = work.first // each, -(-min(work.first + PIECE, work.samples) // each)
     count = -(-work.samples // each)  # depths depend on it
     return make_samples(task, session.runtime.tokenizer, work.length, count, SEED)[start:stop]

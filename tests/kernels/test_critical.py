@@ -66,7 +66,7 @@ def test_rescored_as_by_its_own_code(batch, heads, slots, budget, pins, spans, a
 
 
 def test_slots_behind_a_row_play_no_part():
-    """They hold arbitrary scores, and positions above all."""
+    """Slots behind a row hold arbitrary scores, and positions above all others."""
     lengths, slots, budget, pins = [40, 33, 22], 40, 20, (4, 8)
     obs, scores = observed(1, len(lengths), slots, budget=budget)
     rescorer, norm = CriticalKV(), obs.state["output_norm"]

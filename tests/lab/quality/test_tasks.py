@@ -394,7 +394,7 @@ def test_files_that_are_no_text_are_refused(
 
 
 def test_pieces_of_a_file_are_those_of_its_copy_in_another_folder(tmp_path: Path) -> None:
-    """They depended on the whole path, so that two machines read other pieces of one text."""
+    """Pieces depended on the whole path, so that two machines read other ones of the same text."""
     tokenizer, drawn = tokenizer_of("pieces"), []
     for folder in ("one", "two"):
         path = tmp_path / folder / "text.txt"

@@ -558,7 +558,7 @@ def test_a_baseline_that_is_none_is_a_usage_error(run, pytester, text, message):
 
 @pytest.mark.parametrize("more", [[], ["--memory-update"]])
 def test_an_empty_name_of_a_baseline_is_a_usage_error(run, more):
-    """As of a variable that is not set: nothing would be compared."""
+    """A shell gives an empty name for a variable that is not set, and nothing would be compared."""
     done = run("def test_it(): pass", "--memory-baseline", "", *more)
     assert done.ret == pytest.ExitCode.USAGE_ERROR
     done.stderr.fnmatch_lines(["ERROR: *is no file of figures*"])

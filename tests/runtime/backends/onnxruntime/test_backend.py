@@ -387,7 +387,7 @@ def copied(tiny, tmp_path):
 
 
 def test_the_family_of_a_model_is_that_of_its_manifest(copied):
-    """By it chats draw; another tool's manifest need not say it."""
+    """Chats draw by the settings of a family; a manifest of another tool need not name one."""
     assert read(copied).kind.family == "llama"
     manifest = json.loads((copied / "kvcap.json").read_text())
     del manifest["model"]["family"]
