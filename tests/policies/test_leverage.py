@@ -61,6 +61,13 @@ def test_leverage_with_channels_of_very_different_size():
     torch.testing.assert_close(leverage(rows, 0.01).double(), exact(rows, 0.01), rtol=2e-3, atol=0)
 
 
+def test_rounding_of_the_rows_changes_no_leverage_by_a_thousandth():
+    """Rows that hold little of some directions, as keys do: 1e-7 of them is 1e-2 of an inverse."""
+    rows = normal(600, 48) @ (normal(48, 48, seed=1) * torch.logspace(0, -3, 48)) @ normal(48, 48)
+    nudged = rows * (1 + 1e-7 * normal(600, 48, seed=2))
+    torch.testing.assert_close(leverage(nudged, 0.01), leverage(rows, 0.01), rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("rows", [torch.zeros(9, 6), torch.ones(9, 6) * 1e4, torch.zeros(0, 6)])
 def test_leverage_of_rows_that_span_nothing_is_finite(rows):
     scores = leverage(rows, 0.01)
