@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
-import io
 import json
 import os
 import re
@@ -81,21 +80,23 @@ def exported(tmp_path_factory):
 
 def rebudgeted(source: Path, folder: Path, budget: int) -> Path:
     """The same export for fewer slots: KeyDiff's graphs know no budget, the manifest says it."""
-    shutil.copytree(source, folder)
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["budget_tokens"], manifest["budgets"] = budget, [budget] * len(manifest["budgets"])
+        for state in manifest["state"]:
+            state["full"][2] = budget + manifest["block_size"]
+
+    return rewritten(shutil.copytree(source, folder), change)
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda _: None) -> Path:
+    """The directory after a change of its manifest, which had its files' sizes and checksums."""
     manifest = json.loads((folder / "kvcap.json").read_text())
-    manifest["budget_tokens"], manifest["budgets"] = budget, [budget] * len(manifest["budgets"])
-    for state in manifest["state"]:
-        state["full"][2] = budget + manifest["block_size"]
-    return rewritten(folder, manifest)
-
-
-def rewritten(folder: Path, manifest: dict[str, Any]) -> Path:
-    """The directory with this manifest, its files' sizes and checksums as they are."""
     for entry in manifest["files"]:
         path = folder / entry["file"]
-        if path.exists():
-            entry["bytes"] = path.stat().st_size
-            entry["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        entry["bytes"] = path.stat().st_size
+        entry["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    change(manifest)
     (folder / "kvcap.json").write_text(json.dumps(manifest))
     return folder
 
@@ -136,8 +137,7 @@ def continued(runtime: Any) -> Any:
 def same_as_torch(runtime: OrtRuntime, model: str = "pocket", policy: str = "") -> None:
     session, plan = continued(runtime), runtime.plan
     policy = policy or plan.policy
-    every = runtime.every
-    sizes = plan.budget_tokens, plan.block_size, every
+    sizes = plan.budget_tokens, plan.block_size, runtime.every
     text, kept = torch_run(model, policy, plan.positions, *sizes)
     assert session.story_end == text
     assert session.cache.seen > plan.budget_tokens + 100
@@ -155,13 +155,12 @@ def test_decoders_say_and_keep_what_pytorch_does(exported, mode, budget):
 
 @pytest.mark.parametrize("ends", [[], [7]])
 def test_an_answer_ends_at_what_the_manifest_does_not_name(copied, ends, capsys):
-    manifest = json.loads((copied / "kvcap.json").read_text())
-    manifest["generation"]["eos_token_id"] = ends
-    runtime = OrtRuntime.from_directory(rewritten(copied, manifest))
+    rewritten(copied, put(ends, "generation", "eos_token_id"))
+    runtime = OrtRuntime.from_directory(copied)
     text = runtime.tokenizer.special_tokens_map["eos_token"]
     own = runtime.tokenizer.backend_tokenizer.token_to_id(text)
     assert end_tokens(runtime.session().generation) == {*ends, own}
-    assert run(["plan", str(copied), "--backend", "onnxruntime", "--json"]) == 0
+    assert run(["plan", str(copied), *ALWAYS, "--json"]) == 0
     listed_ends = json.loads(capsys.readouterr().out)["end_tokens"]
     assert [end["id"] for end in listed_ends] == [*ends, own]
     assert listed_ends[-1]["text"] == text
@@ -239,19 +238,9 @@ def test_a_token_beyond_the_embedding_is_refused_by_name(tiny):
 
 
 def python(*arguments: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-    return ran(
-        [sys.executable, "-P", *arguments]
-        if sys.version_info >= (3, 11)
-        else [sys.executable, *arguments],
-        input=stdin,
-        timeout=PATIENCE,
-        env={
-            "PATH": "/usr/bin:/bin",
-            "PYTHONPATH": str(ROOT / "src"),
-            "OMP_NUM_THREADS": "1",
-            **env,
-        },
-    )
+    given = {"PYTHONPATH": str(ROOT / "src"), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    env = {"PATH": "/usr/bin:/bin", **given, **env}
+    return ran([sys.executable, *arguments], input=stdin, timeout=PATIENCE, env=env)
 
 
 NO_TORCH = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'onnx')))\n"
@@ -260,11 +249,8 @@ NO_TORCH = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["chat", "generate", "plan"])
 def test_runs_where_neither_torch_nor_transformers_can_be_imported(tiny, exported, command):
-    folders = (
-        [tiny / "decoder"] if command != "chat" else [tiny / "decoder", exported("true", MOST)]
-    )
-    for folder in folders:
-        words = {"generate": ["Hello!"], "chat": [], "plan": []}[command]
+    for folder in [tiny / "decoder", *([exported("true", MOST)] if command == "chat" else [])]:
+        words = ["Hello!"] if command == "generate" else []
         limit = [] if command == "plan" else ["--max-new-tokens", "8"]
         arguments = [command, str(folder), *words, "--backend", "onnxruntime", "--json", *limit]
         code = f"{NO_TORCH}from kvcap.cli import run\nsys.exit(run({arguments!r}))"
@@ -290,16 +276,9 @@ def test_without_pytorch_its_backend_is_missed_by_name():
 
 
 def test_no_telemetry(tiny, tmp_path):
-    arguments = ["-m", "kvcap", "generate", str(tiny / "decoder"), "Hello!", "--backend"]
-    done = python(
-        *arguments,
-        "onnxruntime",
-        "--max-new-tokens",
-        "3",
-        HOME=str(tmp_path),
-        XDG_CACHE_HOME=str(tmp_path / "cache"),
-        ORT_DISABLE_TELEMETRY="0",
-    )
+    arguments = ["generate", str(tiny / "decoder"), "Hello!", *ALWAYS, "--max-new-tokens", "3"]
+    homes = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = python("-m", "kvcap", *arguments, ORT_DISABLE_TELEMETRY="0", **homes)
     assert done.returncode == 0, done.stderr
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
@@ -332,12 +311,10 @@ def test_memory_does_not_grow_with_the_conversation(exported):
 
 
 def test_a_process_under_a_cap(tiny):
-    assert (
-        OrtRuntime.from_directory(tiny / "decoder", memory_cap="4GiB").plan.total_bytes <= 4 << 30
-    )
+    runtime = OrtRuntime.from_directory(tiny / "decoder", memory_cap="4GiB", budget_tokens=24)
+    assert runtime.plan.total_bytes <= 4 << 30
     with pytest.raises(PlanInfeasible, match="more than the cap"):
         OrtRuntime.from_directory(tiny / "decoder", memory_cap="1MiB")
-    runtime = OrtRuntime.from_directory(tiny / "decoder", memory_cap="8GiB", budget_tokens=24)
     runtime.memory_cap = 1 << 20  # as if the process had grown
     with pytest.raises(MemoryCapExceeded, match="above the cap"):
         list(runtime.session().send("Hello!"))
@@ -359,20 +336,18 @@ ALWAYS = ["--backend", "onnxruntime"]
         (["--memory-cap", "20MiB"], 3, "more than the cap"),
     ],
 )
-def test_what_a_shared_decoder_cannot_do_is_refused_by_name(exported, capsys, options, code, says):
-    folder = exported("compact", MOST)
-    assert run(["plan", str(folder), *ALWAYS, *options]) == code
-    assert says in capsys.readouterr().err
+def test_what_a_shared_decoder_cannot_do_is_refused_by_name(exported, kvcap, options, code, says):
+    folder = str(exported("compact", MOST))
+    assert says in kvcap.refused("plan", folder, *ALWAYS, *options, code=code)
 
 
-def test_directories_that_are_no_exports(tiny, tmp_path, capsys):
+def test_directories_that_are_no_exports(tiny, tmp_path, kvcap):
     for model, says in (
         ("pocket", "export decoder pocket"),
         (str(tiny / "model"), "export decoder"),
         (str(tmp_path / "nowhere"), "no directory"),
     ):
-        assert run(["plan", model, *ALWAYS]) == 2
-        assert says in capsys.readouterr().err
+        assert says in kvcap.refused("plan", model, *ALWAYS)
     (tmp_path / "model.onnx").write_bytes(b"")
     with pytest.raises(NotExportable, match="of another exporter"):
         OrtRuntime.from_directory(tmp_path)
@@ -382,21 +357,14 @@ def test_directories_that_are_no_exports(tiny, tmp_path, capsys):
 
 @pytest.fixture
 def copied(tiny, tmp_path):
-    shutil.copytree(tiny / "decoder", tmp_path / "copy")
-    return tmp_path / "copy"
+    return shutil.copytree(tiny / "decoder", tmp_path / "copy")
 
 
 def test_the_family_of_a_model_is_that_of_its_manifest(copied):
     """Chats draw by the settings of a family; a manifest of another tool need not name one."""
     assert read(copied).kind.family == "llama"
-    manifest = json.loads((copied / "kvcap.json").read_text())
-    del manifest["model"]["family"]
-    (copied / "kvcap.json").write_text(json.dumps(manifest))
+    rewritten(copied, lambda manifest: manifest["model"].pop("family"))
     assert read(copied).kind.family == ""
-
-
-def _cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
 
 
 def put(value: Any, *keys: Any) -> Callable[[dict[str, Any]], None]:
@@ -409,6 +377,13 @@ def put(value: Any, *keys: Any) -> Callable[[dict[str, Any]], None]:
         part[last] = value
 
     return change
+
+
+def unlist(name: str) -> Callable[[dict[str, Any]], None]:
+    """Leave a file out of a manifest."""
+    return lambda manifest: manifest["files"].remove(
+        next(entry for entry in manifest["files"] if entry["file"] == name)
+    )
 
 
 SHA = "0" * 64
@@ -450,9 +425,7 @@ BROKEN_MANIFESTS: list[tuple[Callable[[dict[str, Any]], Any], type[Exception], s
 
 @pytest.mark.parametrize(("change", "error", "says"), BROKEN_MANIFESTS)
 def test_a_manifest_that_is_not_the_decoders_is_refused(copied, change, error, says):
-    manifest = json.loads((copied / "kvcap.json").read_text())
-    change(manifest)
-    (copied / "kvcap.json").write_text(json.dumps(manifest))
+    rewritten(copied, change)
     with pytest.raises(error, match=says):
         OrtRuntime.from_directory(copied).session()
 
@@ -488,14 +461,13 @@ def test_a_manifest_that_is_none(copied, text):
 
 @pytest.mark.slow
 def test_broken_files_are_named(copied, exported, tmp_path):
-    _cut(copied / "decoder.onnx")
+    os.truncate(copied / "decoder.onnx", (copied / "decoder.onnx").stat().st_size - 100)
     with pytest.raises(ModelFilesBroken, match=r"decoder\.onnx"):
         OrtRuntime.from_directory(copied)
-    rewritten(copied, json.loads((copied / "kvcap.json").read_text()))
+    rewritten(copied)
     with pytest.raises(GraphBroken, match=r"decoder\.onnx"):  # though the manifest agrees
         OrtRuntime.from_directory(copied)
-    folder = tmp_path / "shared"
-    shutil.copytree(exported("true", MOST), folder)
+    folder = shutil.copytree(exported("true", MOST), tmp_path / "shared")
     data = folder / "decoder.onnx.data"
     data.rename(tmp_path / "aside")
     with pytest.raises(ModelFilesBroken, match=r"decoder\.onnx\.data"):
@@ -503,8 +475,7 @@ def test_broken_files_are_named(copied, exported, tmp_path):
     with pytest.raises(GraphBroken):
         Graph(folder / "decoder.onnx")
     shutil.copy(tmp_path / "aside", data)
-    with data.open("r+b") as file:
-        file.truncate(1000)
+    os.truncate(data, 1000)
     with pytest.raises(ModelFilesBroken, match="is not the file"):
         OrtRuntime.from_directory(folder)
 
@@ -521,11 +492,7 @@ def test_broken_files_are_named(copied, exported, tmp_path):
     ],
 )
 def test_buffers_that_are_not_the_decoders_are_refused(exported, tmp_path, change, says):
-    folder = tmp_path / "copy"
-    shutil.copytree(exported("true", MOST), folder)
-    manifest = json.loads((folder / "kvcap.json").read_text())
-    change(manifest)
-    rewritten(folder, manifest)
+    folder = rewritten(shutil.copytree(exported("true", MOST), tmp_path / "copy"), change)
     with pytest.raises(ManifestError, match=says):
         OrtRuntime.from_directory(folder).loop()
 
@@ -601,7 +568,7 @@ def test_a_run_that_fails_half_way_empties_the_cache(exported, monkeypatch):
 
 
 @pytest.mark.slow
-def test_evict_every_is_checked_and_planned(exported, capsys):
+def test_evict_every_is_checked_and_planned(exported, kvcap):
     folder = exported("compact", MOST)
     held = set()
     for every in (None, 1, BLOCK):
@@ -610,20 +577,16 @@ def test_evict_every_is_checked_and_planned(exported, capsys):
         held.add(runtime.loop().cache.nbytes)
     assert len(held) == 1  # blocks have the spare slots anyway
     options = ["--evict-every", str(BLOCK + 1)]
-    assert run(["generate", str(folder), "Hi", *ALWAYS, *options]) == 3
-    assert "evict every 1 to block_size" in capsys.readouterr().err
+    assert "evict every 1 to block_size" in kvcap.refused(
+        "generate", str(folder), "Hi", *ALWAYS, *options, code=3
+    )
 
 
 @pytest.mark.slow
 def test_weights_that_are_not_listed_are_not_loaded(exported, tmp_path):
     """A graph names the files of its weights; one that nobody vouched for is refused."""
-    folder = tmp_path / "shared"
-    shutil.copytree(exported("true", MOST), folder)
-    manifest = json.loads((folder / "kvcap.json").read_text())
-    manifest["files"] = [
-        entry for entry in manifest["files"] if entry["file"] != "decoder.onnx.data"
-    ]
-    (folder / "kvcap.json").write_text(json.dumps(manifest))
+    folder = shutil.copytree(exported("true", MOST), tmp_path / "shared")
+    rewritten(folder, unlist("decoder.onnx.data"))
     with pytest.raises(GraphBroken, match=r"decoder\.onnx\.data.*does not list"):
         OrtRuntime.from_directory(folder)
 
@@ -652,15 +615,12 @@ def test_files_that_a_graph_names_are_found_wherever_they_stand(tmp_path):
 
 
 def test_a_template_that_is_not_listed_is_not_used(copied):
-    manifest = json.loads((copied / "kvcap.json").read_text())
-    manifest["files"] = [x for x in manifest["files"] if x["file"] != "chat_template.jinja"]
-    (copied / "kvcap.json").write_text(json.dumps(manifest))
+    rewritten(copied, unlist("chat_template.jinja"))
     (copied / "special_tokens_map.json").write_text('{"bos_token": "evil"}')
     tokenizer = OrtRuntime.from_directory(copied).tokenizer
     assert tokenizer.chat_template is None
     assert "evil" not in tokenizer.special_tokens_map.values()
-    manifest["files"] = [x for x in manifest["files"] if x["file"] != "tokenizer.json"]
-    (copied / "kvcap.json").write_text(json.dumps(manifest))
+    rewritten(copied, unlist("tokenizer.json"))
     with pytest.raises(ModelFilesBroken, match=r"there is no tokenizer\.json"):
         OrtRuntime.from_directory(copied)
 
@@ -678,6 +638,15 @@ def test_what_is_no_file_is_refused_and_not_waited_for(copied, name, kind):
         OrtRuntime.from_directory(copied)
 
 
+def both(exported: Callable[[str, int], Path]) -> list[Any]:
+    """Runtimes of the same settings: of the export, and of the model in PyTorch."""
+    sizes = {"budget_tokens": 48, "block_size": 32, "evict_every": 32}
+    return [
+        OrtRuntime.from_directory(exported("compact", 48), evict_every=32),
+        Runtime.from_pretrained("pocket", "keydiff", dtype="float32", device="cpu", **sizes),
+    ]
+
+
 def test_answers_are_held_to_a_schema_and_say_how_likely_tokens_were(exported, tmp_path):
     """The first answer is PyTorch's; later ones, past evictions and from a file, fit as well."""
     pytest.importorskip("llguidance")
@@ -687,13 +656,8 @@ def test_answers_are_held_to_a_schema_and_say_how_likely_tokens_were(exported, t
         "required": ["door", "code"],
         "additionalProperties": False,
     }
-    alike = {"budget_tokens": 48, "block_size": 32, "evict_every": 32}
-    runtimes: list[Any] = [
-        OrtRuntime.from_directory(exported("compact", 48), evict_every=32),
-        Runtime.from_pretrained("pocket", dtype="float32", **alike),
-    ]
     firsts, logprobs = [], []
-    for runtime in runtimes:
+    for runtime in both(exported):
         session = runtime.session()
         session.set_generation(max_new_tokens=60, json_schema=schema, logprobs=3, do_sample=False)
         firsts.append("".join(session.send(FACT)))
@@ -715,13 +679,8 @@ def test_answers_are_held_to_a_schema_and_say_how_likely_tokens_were(exported, t
 
 
 def test_evicted_text_is_recalled_as_in_pytorch_and_after_a_restart(exported, tmp_path):
-    sizes = {"budget_tokens": 48, "block_size": 32, "evict_every": 32}
-    runtimes: list[Any] = [
-        OrtRuntime.from_directory(exported("compact", 48), evict_every=32),
-        Runtime.from_pretrained("pocket", "keydiff", dtype="float32", device="cpu", **sizes),
-    ]
     outcomes = []
-    for runtime in runtimes:
+    for runtime in both(exported):
         session = runtime.session()
         session.set_generation(max_new_tokens=12, do_sample=False)
         bread = (f"A baker of Lund sells {number} kinds of bread." for number in range(40))
@@ -857,35 +816,25 @@ def test_a_cache_is_freed_when_its_session_is_dropped(exported, tmp_path):
         gc.enable()
 
 
-def chat(capsys, monkeypatch, folder: Path, *lines: str, code: int = 0) -> tuple[str, str]:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(lines).encode())))
-    assert run(["chat", str(folder), *ALWAYS, "--max-new-tokens", "4"]) == code
-    output = capsys.readouterr()
-    return output.out, output.err
-
-
-def test_the_chats_commands(tiny, tmp_path, capsys, monkeypatch):
-    file = tmp_path / "s"
-    _, err = chat(
-        capsys,
-        monkeypatch,
-        tiny / "decoder",
-        "Hello!",
-        "/stats",
-        "/mem",
-        "/pin Hi.",
-        "/pin",
-        f"/save {file}",
-        "/policy keydiff",
-        "/regen",
-        "/set temperature 0.5",
-        "/system Be kind.",
-        "/policy random",
-        f"/load {file}",
-        "/clear",
-        "/exit",
-        code=2,
-    )
+def test_the_chats_commands(tiny, tmp_path, kvcap):
+    lines = f"""Hello!
+/stats
+/mem
+/pin Hi.
+/pin
+/save {tmp_path / "s"}
+/policy keydiff
+/regen
+/set temperature 0.5
+/system Be kind.
+/policy random
+/load {tmp_path / "s"}
+/clear
+/exit
+"""
+    given = (*ALWAYS, "--max-new-tokens", "4")
+    code, _, err = kvcap("chat", str(tiny / "decoder"), *given, stdin=lines.encode())
+    assert code == 2
     assert "\nONNX Runtime " in err
     assert "policy keydiff, 24 slots" in err
     assert "policy 'random' with compact positions is not in this export" in err
@@ -910,11 +859,8 @@ def test_an_export_compares_texts_by_its_embedding_table(exported, tmp_path):
     assert np.array_equal(runtime.meaning._rows([7, 300]), table[[7, 300]].detach().float().numpy())
     assert runtime.session().recall._meaning() is runtime.meaning
     assert runtime.plan.word_vectors
-    earlier = tmp_path / "earlier"
-    shutil.copytree(exported("compact", MOST), earlier)
-    manifest = json.loads((earlier / "kvcap.json").read_text())
-    del manifest["graphs"]["embeddings"]
-    rewritten(earlier, manifest)
+    earlier = shutil.copytree(exported("compact", MOST), tmp_path / "earlier")
+    rewritten(earlier, lambda manifest: manifest["graphs"].pop("embeddings"))
     OrtRuntime.from_directory(earlier, recall_store=0)  # nothing is recalled, and nothing missing
     with pytest.warns(UserWarning, match="found by words alone.*: kvcap export decoder pocket -o"):
         without = OrtRuntime.from_directory(earlier)
