@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -19,10 +18,10 @@ import torch
 from conftest import in_turn, small_policy, tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save
 from tools import pocket_runtime, runtime_of
 
 import kvcap
-from kvcap import cli
 from kvcap.policies import load_policy, policies
 from kvcap.runtime.cache.pool import SHIFT
 from kvcap.runtime.cli.chat import Chat
@@ -475,17 +474,22 @@ def test_newer(session, chatting, tmp_path, monkeypatch):
         Session.load(chatting, tmp_path / "s")
 
 
-@pytest.mark.parametrize("content", [b"", b"x", b"\0" * 100, b"Hello, this is a text." * 9])
-def test_no_session(content, chatting, tmp_path):
+@pytest.mark.parametrize(("content", "says"), [
+    *((x, "cannot be loaded") for x in (b"", b"x", b"\0" * 100, b"Hello, this is a text." * 9)),
+    (save({"x": torch.zeros(3)}), "no kvcap session"),
+])  # fmt: skip
+def test_no_session(content, says, chatting, tmp_path):
     (tmp_path / "s").write_bytes(content)
-    with pytest.raises(SessionFileCorrupt, match="cannot be loaded"):
+    with pytest.raises(SessionFileCorrupt, match=says):
         Session.load(chatting, tmp_path / "s")
 
 
-def test_no_such_file(chatting, tmp_path):
+def test_no_such_file(session, chatting, tmp_path):
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(SessionFileCorrupt, match="cannot be read"):
             Session.load(chatting, path)
+    with pytest.raises(SessionNotSaved, match="No such file"):
+        session.save(tmp_path / "none" / "s")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs pipes and devices")
@@ -508,14 +512,6 @@ def test_what_could_not_be_loaded_is_not_saved(session, tmp_path, monkeypatch):
     with pytest.raises(SessionNotSaved, match="begin a new one"):
         session.save(tmp_path / "s")
     assert (tmp_path / "s").read_bytes() == before
-
-
-def test_another_safetensors_file(chatting, tmp_path):
-    from safetensors.torch import save_file
-
-    save_file({"x": torch.zeros(3)}, tmp_path / "s")
-    with pytest.raises(SessionFileCorrupt, match="no kvcap session"):
-        Session.load(chatting, tmp_path / "s")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
@@ -553,33 +549,20 @@ def saved_bytes(chatting, tmp_path_factory):
     return path.read_bytes()
 
 
-def test_read_only_directory(session, chatting, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "error"), [
+    *((f"os.{name}", OSError(28, "No space left")) for name in ("write", "fsync", "replace")),
+    ("tempfile.mkstemp", PermissionError(13, "Permission denied")),
+])  # fmt: skip
+def test_a_disk_that_is_full_or_may_not_be_written(name, error, session, tmp_path, monkeypatch):
     """Root may write anywhere, so that the refusal itself is made."""
     session.save(tmp_path / "s")
     before = (tmp_path / "s").read_bytes()
 
     def refused(*_, **__):
-        raise PermissionError(13, "Permission denied")
+        raise error
 
-    monkeypatch.setattr("tempfile.mkstemp", refused)
-    with pytest.raises(SessionNotSaved, match="Permission denied"):
-        session.save(tmp_path / "s")
-    monkeypatch.undo()
-    with pytest.raises(SessionNotSaved, match="No such file"):
-        session.save(tmp_path / "none" / "s")
-    assert (tmp_path / "s").read_bytes() == before
-
-
-@pytest.mark.parametrize("name", ["write", "fsync", "replace"])
-def test_full_disk(name, session, chatting, tmp_path, monkeypatch):
-    session.save(tmp_path / "s")
-    before = (tmp_path / "s").read_bytes()
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(session_file.os, name, full)
-    with pytest.raises(SessionNotSaved, match="No space left"):
+    monkeypatch.setattr(name, refused)
+    with pytest.raises(SessionNotSaved, match=error.strerror):
         session.save(tmp_path / "s")
     monkeypatch.undo()
     assert (tmp_path / "s").read_bytes() == before
@@ -675,16 +658,10 @@ def test_other_tools_can_look_inside(session, tmp_path):
 
 
 @pytest.fixture
-def command(chatting, capsys, monkeypatch):
+def command(kvcap):
     """The command line on the small model, in this process."""
-
-    def run(*arguments, stdin=b""):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
-        rest = ("--budget-tokens", "32", "--block-size", "16", "--max-new-tokens", "6", "-q")
-        code = cli.run([arguments[0], *arguments[1:], *rest])
-        return code, *capsys.readouterr()
-
-    return run
+    rest = ("--budget-tokens", "32", "--block-size", "16", "--max-new-tokens", "6", "-q")
+    return lambda *arguments, stdin=b"": kvcap(*arguments, *rest, stdin=stdin)
 
 
 def test_the_command_line_goes_on(command, chatting, tmp_path):
@@ -710,21 +687,17 @@ def test_options_that_cannot_be_with_a_session(command, chatting, tmp_path):
     assert Session.load(chatting, file).cache.pinned_spans
     assert command("generate", model, "Hello!", *given)[0] == 0
     given = ("--system-prompt", "Be rude.", "--session", file)
-    code, out, err = command("generate", model, "Hello!", *given)
-    assert (code, out) == (2, "")
-    assert "another system prompt" in err
-    code, _, err = command("generate", model, "Hello!", "--pin-system")
-    assert code == 2
-    assert "needs a system prompt" in err
-    none = str(tmp_path / "none" / "s")
-    code, out, err = command("generate", model, "Hello!", "--session", none)
-    assert (code, out) == (1, ""), "known before the answer"
-    assert "cannot be saved" in err
-    (tmp_path / "s").write_text("Hello")
-    code, out, err = command("generate", model, "Hello!", "--session", file)
-    assert (code, out) == (2, "")
-    assert "cannot be loaded" in err
-    assert (tmp_path / "s").read_text() == "Hello"
+    (tmp_path / "other").write_text("Hello")
+    for options, wrong, says in (
+        (given, 2, "another system prompt"),
+        (("--pin-system",), 2, "needs a system prompt"),
+        (("--session", str(tmp_path / "none" / "s")), 1, "cannot be saved"),  # before the answer
+        (("--session", str(tmp_path / "other")), 2, "cannot be loaded"),
+    ):
+        code, out, err = command("generate", model, "Hello!", *options)
+        assert (code, out) == (wrong, "")
+        assert says in err
+    assert (tmp_path / "other").read_text() == "Hello"
 
 
 def test_chat_commands(chatting, tmp_path, capsys):
