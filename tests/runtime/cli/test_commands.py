@@ -66,14 +66,13 @@ def test_quantised_slots_are_planned_taken_and_refused_by_name(kvcap, model):
     )
 
 
-def test_help_is_light_and_complete() -> None:
+def test_help_is_light_and_complete():
     program = (
         "import sys; from kvcap.cli import run; code = run(['--help']); "
         "heavy = {'torch', 'transformers', 'starlette', 'uvicorn'}; "
         "print(code, [*heavy & sys.modules.keys()])"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
-    out = in_python(program, env=environment, check=True).stdout
+    out = in_python(program, check=True).stdout
     assert out.endswith("0 []\n")
     assert all(f"  {name} " in out for name in OPTIONS)
 
@@ -99,13 +98,13 @@ def test_threads_sleep_while_they_wait_unless_the_user_says_how(variables, spins
     assert seen == [spins]  # before any command may import torch
 
 
-def test_no_command_prints_the_help(kvcap: Any) -> None:
+def test_no_command_prints_the_help(kvcap):
     code, out, err = kvcap()
     assert (code, err) == (0, "")
     assert "Usage: kvcap" in out
 
 
-def test_generate_prints_the_answer_alone(model: str, kvcap: Any) -> None:
+def test_generate_prints_the_answer_alone(model, kvcap):
     code, out, err = kvcap("generate", model, "Hello!", "--max-new-tokens", "8")
     assert code == 0
     assert out.strip()
@@ -113,7 +112,7 @@ def test_generate_prints_the_answer_alone(model: str, kvcap: Any) -> None:
     assert kvcap("generate", model, "Hello!", "--max-new-tokens", "8", "-q") == (0, out, "")
 
 
-def test_generate_takes_its_prompt_in_every_way(model: str, kvcap: Any, tmp_path: Path) -> None:
+def test_generate_takes_its_prompt_in_every_way(model, kvcap, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("Hello!\n", encoding="utf-8")
     rest = ("--max-new-tokens", "8", "-q")
@@ -132,7 +131,7 @@ def test_generate_takes_its_prompt_in_every_way(model: str, kvcap: Any, tmp_path
 
 
 @pytest.mark.parametrize(("every", "waiting"), [((), 7), (("--evict-every", "1"), 0)])
-def test_generate_json(every: tuple[str, ...], waiting: int, model: str, kvcap: Any) -> None:
+def test_generate_json(every, waiting, model, kvcap):
     """On a CPU an answer evicts every 64 tokens, or every block, from slots of the same bytes."""
     budget = ("--budget-tokens", "16", "--block-size", "8", "--device", "cpu", *every)
     code, out, _ = kvcap(
@@ -152,7 +151,7 @@ def test_generate_json(every: tuple[str, ...], waiting: int, model: str, kvcap: 
     assert all(value > 0 for value in document["timing"].values())
 
 
-def test_answers_fit_a_schema_however_it_is_given(model: str, kvcap: Any, tmp_path: Path) -> None:
+def test_answers_fit_a_schema_however_it_is_given(model, kvcap, tmp_path):
     pytest.importorskip("llguidance")
     schema = '{"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 2, "maxItems": 3}'
     (tmp_path / "s.json").write_text(schema)
@@ -186,20 +185,15 @@ def test_answers_fit_a_schema_however_it_is_given(model: str, kvcap: Any, tmp_pa
         (("--logprobs", "2"), "--logprobs is printed in the document of --json"),
     ],
 )
-def test_what_answers_cannot_be_held_to_is_wrong_input(
-    model: str, kvcap: Any, given: tuple[str, ...], says: str
-) -> None:
+def test_what_answers_cannot_be_held_to_is_wrong_input(model, kvcap, given, says):
     pytest.importorskip("llguidance")
     assert says in kvcap.refused("generate", model, "Hello!", *given)
+    if "-" in given:  # so is a schema of which stdin is to be the conversation as well
+        err = kvcap.refused("chat", model, *given, stdin=b"Hello!")
+        assert "stdin is the conversation" in err
 
 
-def test_a_chat_has_no_schema_from_stdin(model: str, kvcap: Any) -> None:
-    assert "stdin is the conversation" in kvcap.refused(
-        "chat", model, "--json-schema", "-", stdin=b"Hello!"
-    )
-
-
-def test_options_of_the_chat_template_are_given(tmp_path: Path, kvcap: Any) -> None:
+def test_options_of_the_chat_template_are_given(tmp_path, kvcap):
     """Values are JSON, or a text; each is asked for by a template that fails without it."""
     folder = tiny_chat.save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(
@@ -219,7 +213,7 @@ def test_options_of_the_chat_template_are_given(tmp_path: Path, kvcap: Any) -> N
 
 
 @pytest.mark.parametrize("command", ["chat", "generate"])
-def test_one_of_several_named_templates_is_taken(command: str, tmp_path: Path, kvcap: Any) -> None:
+def test_one_of_several_named_templates_is_taken(command, tmp_path, kvcap):
     """None of them is called default, so that one must be named."""
     folder = tiny_chat.save(tmp_path)
     named = tmp_path / "additional_chat_templates"
@@ -242,7 +236,7 @@ def test_one_of_several_named_templates_is_taken(command: str, tmp_path: Path, k
         assert says in kvcap.refused(*way, *more, **given)
 
 
-def test_a_chat_that_cannot_begin_leaves_no_session(tmp_path: Path, kvcap: Any) -> None:
+def test_a_chat_that_cannot_begin_leaves_no_session(tmp_path, kvcap):
     folder, file = tiny_chat.save(tmp_path), tmp_path / "s"
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('not this one') }}")
     assert "not this one" in kvcap.refused(
@@ -252,7 +246,7 @@ def test_a_chat_that_cannot_begin_leaves_no_session(tmp_path: Path, kvcap: Any) 
 
 
 @pytest.mark.slow
-def test_sampling_is_repeatable(model: str, kvcap: Any) -> None:
+def test_sampling_is_repeatable(model, kvcap):
     def draw(seed: str) -> str:
         out: str = kvcap("generate", model, "Hi", "--temperature", "1.5", "--seed", seed, "-q")[1]
         return out
@@ -260,16 +254,14 @@ def test_sampling_is_repeatable(model: str, kvcap: Any) -> None:
     assert draw("1") == draw("1") != draw("2")
 
 
-def test_stop_and_raw(model: str, kvcap: Any) -> None:
+def test_stop_and_raw(model, kvcap):
     _, whole, _ = kvcap("generate", model, "Hi", "--raw", "-q", "--max-new-tokens", "20")
     stop = whole.strip().split()[1]
     _, cut, _ = kvcap("generate", model, "Hi", "--raw", "-q", "--stop", stop)
     assert cut.strip() == whole.partition(stop)[0].strip()
 
 
-def test_the_environment_sets_options(
-    model: str, kvcap: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_sets_options(model, kvcap, monkeypatch):
     monkeypatch.setenv("KVCAP_MODEL", model)
     monkeypatch.setenv("KVCAP_POLICY", "h2o")
     monkeypatch.setenv("KVCAP_BUDGET_TOKENS", "32")
@@ -292,8 +284,8 @@ def test_the_environment_sets_options(
     ],
 )
 def test_bad_values_are_named_with_the_variable_they_come_from(
-    variable: str, value: str, says: str, kvcap: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    variable, value, says, kvcap, monkeypatch
+):
     monkeypatch.setenv(f"KVCAP_{variable}", value)
     monkeypatch.setenv("KVCAP_SINK_TOKENS", "4")  # is no part of it
     err = kvcap.refused("generate", "Hello!")
@@ -302,9 +294,7 @@ def test_bad_values_are_named_with_the_variable_they_come_from(
     assert "SINK" not in err
 
 
-def test_two_budgets_of_which_the_environment_sets_one(
-    kvcap: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_budgets_of_which_the_environment_sets_one(kvcap, monkeypatch):
     monkeypatch.setenv("KVCAP_KV_BUDGET", "64KiB")
     message = "kvcap: give --kv-budget or --budget-tokens, not both"
     source = "the environment says KVCAP_KV_BUDGET='64KiB'"
@@ -312,9 +302,7 @@ def test_two_budgets_of_which_the_environment_sets_one(
     assert (code, err) == (2, f"{message} ({source})\n")
 
 
-def test_a_message_does_not_get_a_second_parenthesis(
-    kvcap: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_does_not_get_a_second_parenthesis(kvcap, monkeypatch):
     def refuse(*_: Any) -> None:
         raise ValueError("no policy 'h2o' here (there is one)")
 
@@ -325,21 +313,19 @@ def test_a_message_does_not_get_a_second_parenthesis(
     )
 
 
-def test_the_command_line_is_not_blamed_on_the_environment(
-    model: str, kvcap: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line_is_not_blamed_on_the_environment(model, kvcap, monkeypatch):
     monkeypatch.setenv("KVCAP_POLICY", "h2o")
     assert "environment" not in kvcap("plan", model, "--policy", "keydif")[2]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "fp16", "half", "FP16", "torch.float16"])
-def test_types_have_the_names_that_people_use(dtype: str, model: str, kvcap: Any) -> None:
+def test_types_have_the_names_that_people_use(dtype, model, kvcap):
     document = json.loads(kvcap("plan", model, "--dtype", dtype, "--json")[1])
     assert document["dtype"] == "float16"
     assert dtypes.short(dtype) == "fp16"
 
 
-def test_threads_are_those_that_compute(model: str, kvcap: Any) -> None:
+def test_threads_are_those_that_compute(model, kvcap):
     before = torch.get_num_threads()
     try:
         for count in (1, 2):
@@ -350,7 +336,7 @@ def test_threads_are_those_that_compute(model: str, kvcap: Any) -> None:
         torch.set_num_threads(before)
 
 
-def test_a_repetition_penalty_changes_what_is_said(model: str, kvcap: Any) -> None:
+def test_a_repetition_penalty_changes_what_is_said(model, kvcap):
     rest = ("--raw", "-q", "--temperature", "0", "--max-new-tokens", "30")
     plain = kvcap("generate", model, "word word word", *rest)
     assert kvcap("generate", model, "word word word", *rest, "--repetition-penalty", "1") == plain
@@ -359,7 +345,7 @@ def test_a_repetition_penalty_changes_what_is_said(model: str, kvcap: Any) -> No
     assert below[1] != plain[1]  # says again what was said
 
 
-def test_the_shell_completes_names(kvcap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shell_completes_names(kvcap, monkeypatch):
     assert set(policy_names("")) == set(policies.policies())
     assert policy_names("keydiff-") == ["keydiff-window"]
     parts = {name.partition("+")[2] for name in policy_names("h2o+")}
@@ -371,15 +357,13 @@ def test_the_shell_completes_names(kvcap: Any, monkeypatch: pytest.MonkeyPatch) 
         "finally:\n    print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )
     words = {"COMP_WORDS": "kvcap chat --policy pyr", "COMP_CWORD": "3"}
-    environment = {**os.environ, **words, "_KVCAP_COMPLETE": "bash_complete"}
-    environment["PYTHONPATH"] = str(Path(cli.__file__).parents[1])
-    out = in_python(program, env=environment, check=True).stdout
+    for name, value in {**words, "_KVCAP_COMPLETE": "bash_complete"}.items():
+        monkeypatch.setenv(name, value)
+    out = in_python(program, check=True).stdout
     assert out.split() == ["plain,pyramidkv", "[]"]
 
 
-def test_completion_is_installed_once_for_the_shell_that_is_used(
-    kvcap: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_completion_is_installed_once_for_the_shell_that_is_used(kvcap, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     for shell, file in {
         "/bin/zsh": ".zshrc",
@@ -409,7 +393,7 @@ def test_help_has_every_option_and_reads_well_at_80_columns(command, kvcap, monk
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_a_plan_says_why_blocks_are_larger_on_a_gpu(kvcap: Any, monkeypatch: Any) -> None:
+def test_a_plan_says_why_blocks_are_larger_on_a_gpu(kvcap, monkeypatch):
     monkeypatch.setattr("kvcap.runtime.models.devices.best_device", lambda: "cuda")
     code, out, _ = kvcap("plan", "pocket", "--budget-tokens", "1024")
     assert code == 0
@@ -417,7 +401,7 @@ def test_a_plan_says_why_blocks_are_larger_on_a_gpu(kvcap: Any, monkeypatch: Any
     assert "blocks of 128, " in kvcap("plan", "pocket")[1]
 
 
-def test_plan(model: str, kvcap: Any) -> None:
+def test_plan(model, kvcap):
     code, out, _ = kvcap("plan", model, "--kv-budget", "64KiB", "--json")
     document = json.loads(out)
     assert code == 0
@@ -430,7 +414,7 @@ def test_plan(model: str, kvcap: Any) -> None:
     assert "estimate" in out
 
 
-def test_plan_says_what_waits_for_the_next_eviction(model: str, kvcap: Any) -> None:
+def test_plan_says_what_waits_for_the_next_eviction(model, kvcap):
     """Slots above the budget that an answer uses, at most, in no more bytes."""
 
     def planned(*options: str) -> str:
@@ -443,9 +427,7 @@ def test_plan_says_what_waits_for_the_next_eviction(model: str, kvcap: Any) -> N
     assert "waiting" not in planned("--policy", "full")
 
 
-def test_plan_says_what_an_uncapped_cache_takes_and_the_least_that_works(
-    model: str, kvcap: Any
-) -> None:
+def test_plan_says_what_an_uncapped_cache_takes_and_the_least_that_works(model, kvcap):
     document = json.loads(kvcap("plan", model, "--json")[1])
     shape = json.loads(Path(model, "config.json").read_text())
     token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * 4
@@ -467,7 +449,7 @@ def test_plan_says_what_an_uncapped_cache_takes_and_the_least_that_works(
     assert "rehears" not in out
 
 
-def test_plan_that_cannot_be(model: str, kvcap: Any) -> None:
+def test_plan_that_cannot_be(model, kvcap):
     code, out, err = kvcap("plan", model, "--kv-budget", "100", "--json")
     assert code == 3
     assert json.loads(out)["fits"] is False
@@ -477,7 +459,7 @@ def test_plan_that_cannot_be(model: str, kvcap: Any) -> None:
     assert kvcap("generate", model, "Hi", "--kv-budget", "100")[:2] == (3, "")
 
 
-def test_policies(kvcap: Any) -> None:
+def test_policies(kvcap):
     code, out, _ = kvcap("policies", "--json")
     rows = {row["name"]: row for row in json.loads(out)["policies"]}
     assert code == 0
@@ -528,22 +510,18 @@ def test_policies(kvcap: Any) -> None:
         (["--nonsense"], 2, "--nonsense"),
     ],
 )
-def test_bad_options_end_with_one_line(
-    arguments: list[str], code: int, says: str, model: str, kvcap: Any
-) -> None:
+def test_bad_options_end_with_one_line(arguments, code, says, model, kvcap):
     assert says in kvcap.refused(
         "generate", model, "Hello there, how are you?", "-q", *arguments, code=code
     )
 
 
 @pytest.mark.parametrize("prompt", [[], [""], [" \n"], ["-"], ["-f", "-"], ["pocket"]])
-def test_no_prompt(prompt: list[str], model: str, kvcap: Any) -> None:
+def test_no_prompt(prompt, model, kvcap):
     kvcap.refused("generate", "-m", model, *prompt)
 
 
-def test_texts_of_another_code_are_refused_wherever_they_are(
-    model: str, kvcap: Any, tmp_path: Path
-) -> None:
+def test_texts_of_another_code_are_refused_wherever_they_are(model, kvcap, tmp_path):
     """Arguments hold a lone surrogate for each byte that is no UTF-8, as Python reads them."""
     short = ("--max-new-tokens", "2")
     for given in (
@@ -551,8 +529,7 @@ def test_texts_of_another_code_are_refused_wherever_they_are(
         ("Hell\udce9", "--raw"),
         ("Hello", "--system-prompt", "Hell\udce9"),
     ):
-        code, out, err = kvcap("generate", "-m", model, *given, *short)
-        assert (code, out, one_line(err)) == (2, "", True)
+        err = kvcap.refused("generate", "-m", model, *given, *short)
         assert "'Hell\\udce9' cannot be read: at letter 5 it has the byte 0xe9, which is no" in err
         assert "iconv -f LATIN1 -t UTF-8" in err
     assert "stdin is not UTF-8 text (at byte 4); convert it, as iconv -f LATIN1" in kvcap.refused(
@@ -579,18 +556,18 @@ def in_a_shell(command: str, **environment: str) -> tuple[int, str, str]:
         ("generate {} - <&- 2>&-", 2, False),
     ],
 )
-def test_closed_streams_are_empty_ones(command: str, code: int, answers: bool, model: str) -> None:
+def test_closed_streams_are_empty_ones(command, code, answers, model):
     got, out, err = in_a_shell(f"kvcap {command.format(shlex.quote(model))} --max-new-tokens 2")
     assert (got, bool(out), err) == (code, answers, "")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="Python reads arguments by the locale")
-def test_arguments_in_utf_8_are_read_in_any_locale() -> None:
+def test_arguments_in_utf_8_are_read_in_any_locale():
     code, _, err = in_a_shell("kvcap policies 'Tür'", LC_ALL="C", PYTHONUTF8="0")
     assert (code, "'Tür'" in err) == (2, True)
 
 
-def test_a_line_of_another_code_is_refused_and_the_chat_goes_on(model: str, kvcap: Any) -> None:
+def test_a_line_of_another_code_is_refused_and_the_chat_goes_on(model, kvcap):
     lines = b"Hello!\nHell\xe9\n/system \xff\n/system caf\xc3\xa9\n/system\nHi!\n/stats\n"
     code, out, err = kvcap("chat", model, "--max-new-tokens", "2", "--json", stdin=lines)
     assert code == 2
@@ -601,7 +578,7 @@ def test_a_line_of_another_code_is_refused_and_the_chat_goes_on(model: str, kvca
     assert "2 turns ·" in err
 
 
-def test_a_mark_of_the_byte_order_is_no_letter(model: str, kvcap: Any, tmp_path: Path) -> None:
+def test_a_mark_of_the_byte_order_is_no_letter(model, kvcap, tmp_path):
     """Windows writes one at the beginning of files and pipes."""
     mark, short = b"\xef\xbb\xbf", ("--max-new-tokens", "2", "--json")
     (tmp_path / "marked").write_bytes(mark + b"Hello!\n")
@@ -621,7 +598,7 @@ def test_a_mark_of_the_byte_order_is_no_letter(model: str, kvcap: Any, tmp_path:
     assert "no answer yet" in err
 
 
-def test_models_that_cannot_be(kvcap: Any, tmp_path: Path) -> None:
+def test_models_that_cannot_be(kvcap, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     assert "model type 'gpt2' is not supported" in kvcap.refused("plan", str(tmp_path))
     assert "there is no directory" in kvcap.refused("chat", str(tmp_path / "nowhere"))
@@ -629,7 +606,7 @@ def test_models_that_cannot_be(kvcap: Any, tmp_path: Path) -> None:
     assert kvcap("plan", str(tmp_path))[0] == 2
 
 
-def test_an_export_is_run_by_its_own_backend(kvcap: Any, tmp_path: Path) -> None:
+def test_an_export_is_run_by_its_own_backend(kvcap, tmp_path):
     (tmp_path / "kvcap.json").write_text("{}")
     (tmp_path / "config.json").write_text("{}")
     for command in (["plan"], ["generate", "-f", "-"], ["chat"]):
@@ -648,14 +625,14 @@ def test_an_export_is_run_by_its_own_backend(kvcap: Any, tmp_path: Path) -> None
         assert says in kvcap.refused("plan", model, "--backend", "onnxruntime")
 
 
-def test_a_base_model_is_named_as_such(kvcap: Any, tmp_path: Path) -> None:
+def test_a_base_model_is_named_as_such(kvcap, tmp_path):
     base = tiny_chat.save(tmp_path, template=False)
     assert "--raw" in kvcap.refused("generate", base, "Hi", "-q")
     kvcap.refused("chat", base, "-q")
     assert kvcap("generate", base, "Hi", "--raw", "--max-new-tokens", "2")[0] == 0
 
 
-def test_full_without_a_budget_goes_on_to_the_end_of_the_models_context(kvcap: Any) -> None:
+def test_full_without_a_budget_goes_on_to_the_end_of_the_models_context(kvcap):
     """Not to the 256 slots that other policies have."""
     plan = kvcap("plan", "pocket", "--policy", "full")[1]
     assert "16,384 slots of a context of 16,384 tokens" in plan
@@ -665,7 +642,7 @@ def test_full_without_a_budget_goes_on_to_the_end_of_the_models_context(kvcap: A
     assert json.loads(out)["kv"]["held_tokens"] > 300
 
 
-def test_a_reached_cap_keeps_what_was_said(model: str, kvcap: Any) -> None:
+def test_a_reached_cap_keeps_what_was_said(model, kvcap):
     cap = ("--policy", "full", "--budget-tokens", "24")
     code, out, err = kvcap("generate", model, "Hi", "--json", "-q", *cap)
     document = json.loads(out)
@@ -680,9 +657,7 @@ def test_a_reached_cap_keeps_what_was_said(model: str, kvcap: Any) -> None:
     ("on_full", "code", "reason"),
     [("evict", 0, "length"), ("stop", 0, "full"), ("error", 4, "cap")],
 )
-def test_what_a_full_cache_does(
-    on_full: str, code: int, reason: str, model: str, kvcap: Any
-) -> None:
+def test_what_a_full_cache_does(on_full, code, reason, model, kvcap):
     sizes = ("--budget-tokens", "24", "--evict-every", "1", "--max-new-tokens", "40")
     options = (*sizes, "--on-full", on_full)
     got, out, err = kvcap("generate", model, "Hi", "--json", "-q", *options)
@@ -692,21 +667,18 @@ def test_what_a_full_cache_does(
     assert one_line(err) if on_full == "error" else not err
 
 
-def test_debug_shows_the_traceback(kvcap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVCAP_DEBUG", "1")
-    assert "Traceback" in kvcap("plan", "pocket", "--policy", "nothing")[2]
-
-
-def test_unexpected_errors_are_one_line(kvcap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_errors_are_one_line(kvcap, monkeypatch):
     def fail(_: Any) -> None:
         raise RuntimeError("out of paper\ndetails")
 
     monkeypatch.setattr("kvcap.runtime.cli.commands.resolve", fail)
     assert kvcap("plan") == (1, "", "kvcap: out of paper\n")
+    monkeypatch.setenv("KVCAP_DEBUG", "1")
+    assert "Traceback" in kvcap("plan")[2]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to warm")
-def test_kernels_are_warmed_for_a_gpu_alone(kvcap: Any) -> None:
+def test_kernels_are_warmed_for_a_gpu_alone(kvcap):
     assert "on cpu the model runs without them" in kvcap.refused(
         "warm", "pocket", "--budget-tokens", "64"
     )
