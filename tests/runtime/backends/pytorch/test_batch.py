@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import signal
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from batches import NEVER, as_alone, together
 from make import in_python
 from region_checks import BUDGET, check_regions
-from tools import ROOT, kept
+from tools import kept
 from tools import pocket_runtime as runtime_of
 
 import kvcap
@@ -57,6 +56,22 @@ def pair(
     return groups
 
 
+def going_on(batch: Any, sessions: list[Session]) -> dict[int, str]:
+    """Have a batch answer sessions; return what will have their texts."""
+    for session in sessions:
+        batch.add(session, session.send("Go on."))
+    return {id(session): "" for session in sessions}
+
+
+def take(batch: Any, texts: dict[int, str], steps: int | None = None) -> None:
+    """Take so many steps of a batch, or all, and add what sessions say to their texts."""
+    while batch._all and steps != 0:
+        for progress in batch.step():
+            assert progress.error is None
+            texts[id(progress.session)] += progress.text
+        steps = None if steps is None else steps - 1
+
+
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Filled with the slots in use of every session of each shared pass."""
@@ -91,12 +106,9 @@ QUESTION = "What is the code for the {} door?"
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
-    "policy",
-    ["keydiff", "snapkv", "h2o", "dropkv", "streaming_llm", "pyramidkv"],
+    "policy", ["keydiff", "snapkv", "h2o", "dropkv", "streaming_llm", "pyramidkv"]
 )
-def test_answers_and_what_is_kept_are_those_of_sessions_alone(
-    policy: str | kvcap.Eviction,
-) -> None:
+def test_answers_and_what_is_kept_are_those_of_sessions_alone(policy: str) -> None:
     runtime = runtime_of(policy)
     batch = runtime.batch(2)  # the third waits until one has ended
     assert batch.why_one_by_one is None
@@ -156,31 +168,22 @@ def test_a_session_that_fills_leaves_and_comes_back(tmp_path: Any) -> None:
     texts = ["Hello.", PROMPTS[0], "Good morning."]
     alone, sessions = pair(runtime, texts, 50, eos_token_id=NEVER)
     expected = ["".join(s.send("Go on.")) for s in alone]
-    batch, answers = runtime.batch(2), {id(s): "" for s in sessions}
+    batch = runtime.batch(2)
     assert isinstance(batch._rows, SharedCache)
-
-    def step(times: int) -> None:
-        for _ in range(times):
-            for progress in batch.step():
-                assert progress.error is None
-                answers[id(progress.session)] += progress.text
-
-    for session in sessions:
-        batch.add(session, session.send("Go on."))
-    step(6)
+    answers = going_on(batch, sessions)
+    take(batch, answers, 6)
     assert sessions[0].cache_away is not None
     sessions[0].save(tmp_path / "one.kvcap")  # it is where it would be alone
     assert sessions[0].cache_away is None
-    step(2)
+    take(batch, answers, 2)
     assert sessions[0].cache_away is not None
     assert sessions[0].loop.cache.held == sessions[0].loop.cache.seen < 64
     batch.pause(sessions[0])  # the third has its place, and its row
-    step(9)
+    take(batch, answers, 9)
     assert answers[id(sessions[2])]
     assert sessions[2].cache_away is not None
     batch.resume(sessions[0])
-    while batch._all:
-        step(1)
+    take(batch, answers)
     assert [answers[id(s)] for s in sessions] == expected
     assert list(map(kept, sessions)) == list(map(kept, alone))
     loaded = Session.load(runtime, tmp_path / "one.kvcap")
@@ -252,13 +255,11 @@ def test_whoever_looks_at_a_session_finds_its_own_cache(tmp_path: Any, ahead: bo
     alone, sessions = pair(runtime, PROMPTS[:2], 30, eos_token_id=NEVER)
     pieces = alone[0].send("Go on.")
     expected = "".join(next(pieces) for _ in range(8))
-    batch, written = runtime.batch(2), ""
-    for session in sessions:
-        batch.add(session, session.send("Go on."))
-    while len(written) < len(expected):
-        for progress in batch.step():
-            written += progress.text if progress.session is sessions[0] else ""
-    assert written == expected
+    batch, written = runtime.batch(2), id(sessions[0])
+    texts = going_on(batch, sessions)
+    while len(texts[written]) < len(expected):
+        take(batch, texts, 1)
+    assert texts[written] == expected
     assert sessions[0].cache_away is not None
     seen = sessions[0].loop.cache.seen
     sessions[0].save(tmp_path / "one.kvcap")
@@ -319,18 +320,10 @@ def test_ctrl_c_while_a_pass_is_waited_for_loses_no_token(monkeypatch: pytest.Mo
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(batch._rows.loop, "launched", lambda: interrupted)
-    for session in sessions:
-        batch.add(session, session.send("Go on."))
-    texts = {id(s): "" for s in sessions}
-
-    def answer() -> None:
-        while batch._all:
-            for progress in batch.step():
-                texts[id(progress.session)] += progress.text
-
+    texts = going_on(batch, sessions)
     with pytest.raises(KeyboardInterrupt):
-        answer()
-    answer()
+        take(batch, texts)
+    take(batch, texts)
     assert list(texts.values()) == expected
     assert list(map(kept, sessions)) == list(map(kept, alone))
 
@@ -340,8 +333,7 @@ def test_an_error_ends_its_own_answer_alone(monkeypatch: pytest.MonkeyPatch) -> 
     sessions = begun(runtime, PROMPTS[:2])
     monkeypatch.setattr(sessions[0].loop, "blocks", _fail)
     batch = runtime.batch(2)
-    for session in sessions:
-        batch.add(session, session.send("Go on."))
+    going_on(batch, sessions)
     with pytest.raises(ZeroDivisionError):
         list(batch)
     assert [text for _, text in batch]
@@ -359,8 +351,7 @@ def test_a_shared_pass_that_fails_ends_those_answers_and_no_more(
     expected = "".join(alone[2].send("Go on."))
     batch = runtime.batch(2)
     assert batch._rows is not None
-    for session in sessions[:2]:
-        batch.add(session, session.send("Go on."))
+    going_on(batch, sessions[:2])
     while batch._rows._leases.keys() != {0, 1}:  # type: ignore[attr-defined]
         batch.step()
     with monkeypatch.context() as patched:
@@ -437,26 +428,17 @@ def test_a_paused_answer_leaves_its_place_and_goes_on_as_if_it_had_not(policy: s
     settings = {"eos_token_id": NEVER, "do_sample": True, "temperature": 0.7, "seed": 3}
     alone, sessions = pair(runtime, PROMPTS, **settings)
     expected = ["".join(s.send("Go on.")) for s in alone]
-    batch, texts = runtime.batch(2), {id(s): "" for s in sessions}
-
-    def step(times: int) -> None:
-        for _ in range(times):
-            for progress in batch.step():
-                assert progress.error is None
-                texts[id(progress.session)] += progress.text
-
-    for session in sessions:
-        batch.add(session, session.send("Go on."))
-    step(7)
+    batch = runtime.batch(2)
+    texts = going_on(batch, sessions)
+    take(batch, texts, 7)
     batch.pause(sessions[0])
     assert sessions[0].cache_away is None
     held = texts[id(sessions[0])]
-    step(9)
+    take(batch, texts, 9)
     assert texts[id(sessions[0])] == held
     assert texts[id(sessions[2])]  # it has the place
     batch.resume(sessions[0])
-    while batch._all:
-        step(1)
+    take(batch, texts)
     assert [texts[id(s)] for s in sessions] == expected
 
 
@@ -548,8 +530,7 @@ gc.collect()
 
 def test_answers_that_nobody_reads_on_end_without_a_word() -> None:
     """Whatever the order in which Python lets go of a batch, its sessions and their answers."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = in_python(LEAVE, env=environment, check=True)
+    done = in_python(LEAVE, check=True)
     assert "Exception ignored" not in done.stderr
 
 
