@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 import torch
+from make import in_python
 
 import kvcap
 from kvcap import testing
@@ -556,19 +556,17 @@ def test_a_baseline_that_is_none_is_a_usage_error(run, pytester, text, message):
     done.stderr.fnmatch_lines([f"ERROR: *{message}*"])
 
 
-@pytest.mark.parametrize("more", [[], ["--memory-update"]])
-def test_an_empty_name_of_a_baseline_is_a_usage_error(run, more):
-    """A shell gives an empty name for a variable that is not set, and nothing would be compared."""
-    done = run("def test_it(): pass", "--memory-baseline", "", *more)
+@pytest.mark.parametrize(("given", "message"), [
+    # A shell gives an empty name for a variable that is not set, and nothing would be compared.
+    *(((*more, "--memory-baseline="), "*is no file of figures*")
+      for more in ((), ("--memory-update",))),
+    *((("--memory-update", f"--memory-tolerance={x}"), f"'{x}' is no percentage*")
+      for x in ("x", "-1", "nan", "inf%")),
+])  # fmt: skip
+def test_options_that_say_nothing_are_a_usage_error(run, given, message):
+    done = run("def test_it(): pass", *given)
     assert done.ret == pytest.ExitCode.USAGE_ERROR
-    done.stderr.fnmatch_lines(["ERROR: *is no file of figures*"])
-
-
-@pytest.mark.parametrize("given", ["x", "-1", "nan", "inf%"])
-def test_a_tolerance_that_is_no_percentage_is_a_usage_error(run, given):
-    done = run("def test_it(): pass", "--memory-update", f"--memory-tolerance={given}")
-    assert done.ret == pytest.ExitCode.USAGE_ERROR
-    done.stderr.fnmatch_lines([f"ERROR: '{given}' is no percentage*"])
+    done.stderr.fnmatch_lines([f"ERROR: {message}"])
 
 
 def test_a_measurement_within_another_is_refused(run):
@@ -582,8 +580,7 @@ def test_it(memory_meter): memory_meter.cpu_peak(lambda: None)
 
 def test_loading_the_plugin_does_not_import_torch():
     code = "import sys, kvcap.runtime.testing.pytest_plugin; sys.exit('torch' in sys.modules)"
-    source = Path(__file__).parents[3] / "src"
-    assert subprocess.run([sys.executable, "-c", code], cwd=source, check=False).returncode == 0
+    assert in_python(code).returncode == 0
 
 
 @pytest.mark.slow
