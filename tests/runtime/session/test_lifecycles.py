@@ -492,19 +492,14 @@ def test_any_life(policy, positions, kv_dtype, every, parts, tmp_path):
 
 
 @beyond
-@pytest.mark.parametrize("policy", ["lagkv", "snapkv", "adakv", "cake", "calidrop"])
-def test_any_life_of_some(policy, parts, tmp_path, alive):
-    made = [runtime_of(parts, policy, *way, size) for way in WAYS for size in (BUDGET, ROOMY)]
-    kind = lives_of(tmp_path, *made, alive=alive)
-    lived(kind, settings=settings(few, max_examples=8, stateful_step_count=12))
-
-
-@beyond
-@pytest.mark.parametrize("policy", ["lagkv", "snapkv", "adakv", "calidrop"])
-def test_any_life_whose_thoughts_are_left_out(policy, parts, tmp_path, alive):
+@pytest.mark.parametrize(("policy", "template"), [
+    *((policy, None) for policy in ("lagkv", "snapkv", "adakv", "cake", "calidrop")),
+    *((policy, THINKING["forgets"]) for policy in ("lagkv", "snapkv", "adakv", "calidrop")),
+])  # fmt: skip
+def test_any_life_of_some(policy, template, parts, tmp_path, alive):
     model, tokenizer = parts
-    thinks = model, with_template(tokenizer, THINKING["forgets"])
-    made = [runtime_of(thinks, policy, *way, size) for way in WAYS for size in (BUDGET, ROOMY)]
+    parts = model, with_template(tokenizer, template or tokenizer.chat_template)
+    made = [runtime_of(parts, policy, *way, size) for way in WAYS for size in (BUDGET, ROOMY)]
     kind = lives_of(tmp_path, *made, alive=alive)
     lived(kind, settings=settings(few, max_examples=8, stateful_step_count=12))
 
