@@ -78,9 +78,8 @@ def test_counts_go_back_to_before_a_block_that_broke_off(tokens):
 
 
 def test_a_cache_is_full_where_every_head_is(tokens):
-    model = tiny_model("llama")
-    cache = kvcap.BudgetCache(model.config, 24, 8, "keydiff")
-    loop = BlockLoop(model, cache)
+    cache = kvcap.BudgetCache(MODEL.config, 24, 8, "keydiff")
+    loop = BlockLoop(MODEL, cache)
     loop.prefill(tokens(23))
     assert not cuda_graphs.is_full(cache)
     loop.prefill(tokens(9))
@@ -92,9 +91,8 @@ def test_a_cache_is_full_where_every_head_is(tokens):
 
 def test_before_a_token_nobody_counts_what_is_free(tokens, monkeypatch):
     """Where whatever is read takes the place of something: all segments would be gone through."""
-    model = tiny_model("llama")
     loops = {
-        name: BlockLoop(model, kvcap.BudgetCache(model.config, 24, 8, policy), on_full)
+        name: BlockLoop(MODEL, kvcap.BudgetCache(MODEL.config, 24, 8, policy), on_full)
         for name, policy, on_full in [
             ("evicts", "keydiff", "evict"),
             ("refuses", "keydiff", "error"),
@@ -130,14 +128,13 @@ def test_another_attention_is_refused_as_a_cache_is_made_or_first_used(attention
 @pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("policy", EVICTING)
 def test_no_graph_of_gradients_is_kept(policy, tokens):
-    model = tiny_model("llama")
-    eviction = small_policy(policy, model.config)
-    cache = kvcap.BudgetCache(model.config, 24, 8, eviction)
+    eviction = small_policy(policy, MODEL.config)
+    cache = kvcap.BudgetCache(MODEL.config, 24, 8, eviction)
     ids, alive = tokens(72), []
     for block in ids[:, :56].split(8, 1):  # every layer evicts by then, however slots are divided
-        model(block, **as_cache(cache))
+        MODEL(block, **as_cache(cache))
     for i in range(56, 72):
-        model(ids[:, i : i + 1], **as_cache(cache))
+        MODEL(ids[:, i : i + 1], **as_cache(cache))
         if i in (63, 71):  # all that is made for tokens is there by then
             gc.collect()
             alive.append(sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()))
@@ -147,9 +144,8 @@ def test_no_graph_of_gradients_is_kept(policy, tokens):
 
 
 def test_a_gradient_is_refused_rather_than_wrong(tokens):
-    model = tiny_model("llama")
-    cache = kvcap.BudgetCache(model.config, 24, 8)
-    loss = model(tokens(8), **as_cache(cache), labels=tokens(8)).loss
+    cache = kvcap.BudgetCache(MODEL.config, 24, 8)
+    loss = MODEL(tokens(8), **as_cache(cache), labels=tokens(8)).loss
     with pytest.raises(UnsupportedModel, match="keeps no gradients"):
         loss.backward()
 
@@ -187,13 +183,12 @@ def test_a_block_finds_room_beside_them(policy, family, positions, waiting):
 
 
 def test_a_second_generate_under_evict_every(tokens):
-    model = tiny_model("llama")
-    cache = kvcap.BudgetCache(model.config, 16, 8, evict_every=4)
+    cache = kvcap.BudgetCache(MODEL.config, 16, 8, evict_every=4)
     options = as_cache(cache) | {"do_sample": False, "pad_token_id": 2}
     ids, lengths = tokens(8), [8, 6, 8]  # the last token said before is read with what is new
     for new in lengths:
         more = torch.cat((ids, tokens(new - 1, seed=new)), dim=1)
-        ids = model.generate(
+        ids = MODEL.generate(
             more, attention_mask=torch.ones_like(more), max_new_tokens=6, **options
         )
     assert cache.seen == ids.shape[1] - 1
@@ -255,16 +250,15 @@ def test_another_batch_size_or_type(tokens):
 @pytest.mark.parametrize("prompt", [0, 1])
 def test_a_prompt_that_does_not_go_on(prompt, tokens):
     """The same again, or another: refused, unless transformers 4.57 fails before it asks."""
-    model = tiny_model("llama")
-    cache = kvcap.BudgetCache(model.config, 64, 40)
+    cache = kvcap.BudgetCache(MODEL.config, 64, 40)
     ids = tokens(30)
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 2}
-    model.generate(ids, attention_mask=torch.ones_like(ids), **as_cache(cache), **options)
+    MODEL.generate(ids, attention_mask=torch.ones_like(ids), **as_cache(cache), **options)
     other = tokens(30, seed=prompt)
     with pytest.raises((PositionMismatch, IndexError)):
-        model.generate(other, attention_mask=torch.ones_like(other), **as_cache(cache), **options)
+        MODEL.generate(other, attention_mask=torch.ones_like(other), **as_cache(cache), **options)
     cache.reset()
-    model.generate(other, attention_mask=torch.ones_like(ids), **as_cache(cache), **options)
+    MODEL.generate(other, attention_mask=torch.ones_like(ids), **as_cache(cache), **options)
 
 
 @pytest.mark.parametrize("name", ["offload", "prefetch"])

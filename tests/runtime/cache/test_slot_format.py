@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import small_policy, tiny_config, tiny_model
 from families import OLD, STATES, config_of, model_of
+from tools import runtime_of
 from torch import Tensor
 
 import kvcap
@@ -336,19 +337,12 @@ def test_the_dry_run_counts_the_copies_that_attention_reads():
 # Sessions ---------------------------------------------------------------------------------------
 
 
-def runtime(model: Any, kind: str | None, budget: int = 24, policy: str = "keydiff") -> Any:
-    eviction = small_policy(policy, model.config)
-    settings = CacheSettings(budget, 8, eviction, "compact", kv_dtype=kind)
-    plan = kvcap.MemoryPlan.of(model.config, settings, dtype=model.dtype)
-    return kvcap.Runtime(model, None, plan, settings, name="tiny")
-
-
 def test_in_a_smaller_cache_the_same_bytes_stay(tokens, tmp_path):
     model, ids = tiny_model("llama"), tokens(84)
-    session = runtime(model, "int4", 40).session(seed=1)
+    session = runtime_of(model, budget=40, kv_dtype="int4").session(seed=1)
     session.loop.prefill(ids[:, :70])
     session.save(tmp_path / "s")
-    small = Session.load(runtime(model, "int4", 16), tmp_path / "s")
+    small = Session.load(runtime_of(model, budget=16, kv_dtype="int4"), tmp_path / "s")
     assert small.cache.held == 16
     pairs = zip(session.cache.capped_layers, small.cache.capped_layers, strict=True)
     for before, after in pairs:
@@ -368,11 +362,11 @@ def test_in_a_smaller_cache_the_same_bytes_stay(tokens, tmp_path):
 @pytest.mark.parametrize(("one", "other"), [("int8", None), (None, "int4"), ("int4", "int8")])
 def test_a_session_of_other_slots_is_refused(one, other, tokens, tmp_path):
     model = tiny_model("llama")
-    session = runtime(model, one).session(seed=1)
+    session = runtime_of(model, kv_dtype=one).session(seed=1)
     session.loop.prefill(tokens(30))
     session.save(tmp_path / "s")
     with pytest.raises(SessionFileForeign, match=f"--kv-dtype{f' {one}' if one else ''}"):
-        Session.load(runtime(model, other), tmp_path / "s")
+        Session.load(runtime_of(model, kv_dtype=other), tmp_path / "s")
 
 
 # What cannot be ---------------------------------------------------------------------------------

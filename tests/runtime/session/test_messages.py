@@ -172,10 +172,8 @@ def test_later_messages_of_the_system_are_read_as_the_template_writes_them(runti
     assert held(session).startswith(spelt(session, whole[:-1]))
 
 
-def test_a_later_message_of_the_system_is_refused_where_the_template_leaves_it_out(
-    runtime, monkeypatch
-):
-    monkeypatch.setattr(runtime, "tokenizer", with_template(runtime.tokenizer, FIRST_ONLY))
+def test_a_later_message_of_the_system_is_refused_where_the_template_leaves_it_out(runtime):
+    runtime.tokenizer = with_template(runtime.tokenizer, FIRST_ONLY)
     session = session_of(runtime)
     list(session.send([SYSTEM, QUESTION]))
     before = list(session.messages)
@@ -186,8 +184,8 @@ def test_a_later_message_of_the_system_is_refused_where_the_template_leaves_it_o
     assert session.messages == before
 
 
-def test_the_template_is_given_the_name_of_who_speaks(runtime, monkeypatch):
-    monkeypatch.setattr(runtime, "tokenizer", with_template(runtime.tokenizer, NAMED))
+def test_the_template_is_given_the_name_of_who_speaks(runtime):
+    runtime.tokenizer = with_template(runtime.tokenizer, NAMED)
     session = session_of(runtime)
     list(session.send([{**QUESTION, "name": "Ada"}]))
     assert held(session).startswith("Ada: Who are you?\nassistant: ")
@@ -217,11 +215,10 @@ def test_whatever_is_given_is_messages_or_refused_by_name(value):
 
 
 @pytest.mark.parametrize("template", [None, "trimmed"])
-def test_a_system_prompt_alone_is_answered(runtime, template, monkeypatch):
+def test_a_system_prompt_alone_is_answered(runtime, template):
     """As it is written without a user; as a user's message where the template leaves it out."""
     if template is not None:
-        tokenizer = with_template(runtime.tokenizer, PLAIN[template])
-        monkeypatch.setattr(runtime, "tokenizer", tokenizer)
+        runtime.tokenizer = with_template(runtime.tokenizer, PLAIN[template])
     session = session_of(runtime)
     answer = "".join(session.send([SYSTEM]))
     first = [SYSTEM] if template is None else [{**SYSTEM, "role": "user"}]

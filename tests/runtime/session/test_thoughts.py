@@ -20,6 +20,11 @@ TEMPLATE = THINKING["opens"]
 CLOSING = "\n</think>\n\n"
 
 
+def runtime_in(folder: Any, policy: str, **more: Any) -> Runtime:
+    settings = {"budget_tokens": BUDGET, "block_size": 16, "device": "cpu", **more}
+    return Runtime.from_pretrained(tiny_chat.save(folder), policy, **settings)
+
+
 def answer_tokens(session: Any) -> list[int]:
     return session.read_ids[session.turn.prompt_tokens + session.turn.reused_tokens :]
 
@@ -85,9 +90,7 @@ def test_thoughts_are_found_at_the_begin_of_an_answer(prompt, answer, expected):
 @pytest.mark.parametrize(("policy", "sessions"), [("streaming_llm", 1), ("lagkv", 1), ("lagkv", 2)])
 def test_thoughts_and_results_leave_first_and_the_system_prompt_last(tmp_path, policy, sessions):
     """Regions order evictions in PyTorch; ONNX Runtime and llama.cpp test it beside their own."""
-    runtime = Runtime.from_pretrained(
-        tiny_chat.save(tmp_path), policy, budget_tokens=BUDGET, block_size=16, device="cpu"
-    )
+    runtime = runtime_in(tmp_path, policy)
     check_regions(runtime, sessions)
 
 
@@ -98,14 +101,7 @@ def test_thoughts_and_results_leave_first_and_the_system_prompt_last(tmp_path, p
 )
 def test_closed_thoughts_leave_as_the_template_leaves_them_out(tmp_path, settings):
     """ONNX Runtime and llama.cpp test it beside their own."""
-    runtime = Runtime.from_pretrained(
-        tiny_chat.save(tmp_path),
-        "streaming_llm",
-        budget_tokens=BUDGET,
-        block_size=16,
-        device="cpu",
-        **settings,
-    )
+    runtime = runtime_in(tmp_path, "streaming_llm", **settings)
 
     def keys(cache: Any) -> Any:
         engine = cache.capped_layers[0].engine
@@ -118,9 +114,7 @@ def test_closed_thoughts_leave_as_the_template_leaves_them_out(tmp_path, setting
 
 def test_a_message_fits_that_has_the_slots_of_thoughts(tmp_path):
     """A policy that never evicts counts the slots of closed thoughts as free."""
-    runtime = Runtime.from_pretrained(
-        tiny_chat.save(tmp_path), "full", budget_tokens=64, block_size=16, device="cpu"
-    )
+    runtime = runtime_in(tmp_path, "full", budget_tokens=64)
     runtime.tokenizer = with_template(runtime.tokenizer, THINKING["forgets"])
     session = runtime.session(seed=0)
     session.set_generation(max_new_tokens=40, thinking_budget=20, eos_token_id=[])
@@ -137,9 +131,7 @@ def test_a_message_fits_that_has_the_slots_of_thoughts(tmp_path):
 
 def test_a_reply_said_three_times_leaves_first(tmp_path):
     """Its marks leave with it, and every other message stays while a slot is free."""
-    runtime = Runtime.from_pretrained(
-        tiny_chat.save(tmp_path), "keydiff", budget_tokens=BUDGET, block_size=16, device="cpu"
-    )
+    runtime = runtime_in(tmp_path, "keydiff")
     session = runtime.session()
     session.set_generation(max_new_tokens=1)
     turn = [
