@@ -271,6 +271,16 @@ def config_of(name: str, **changes: Any) -> Any:
     return AutoConfig.for_model(family, **sizes)
 
 
+def longrope(length: int) -> dict[str, Any]:
+    """Return changes that give Phi-3 other factors beyond a length; skip where it has none."""
+    if not hasattr(config_of("phi3"), "rope_parameters"):
+        pytest.skip("transformers 5 has rope_parameters")
+    known = {"original_max_position_embeddings": length}
+    short, long = [1.0 + 0.1 * i for i in range(8)], [4.0 + i for i in range(8)]
+    rope = {"rope_theta": 10000.0, "short_factor": short, "long_factor": long, **known}
+    return {"rope_parameters": {"rope_type": "longrope", **rope}, **known}
+
+
 def model_of(
     name: str, attention: str = "kvcap", dtype: torch.dtype = torch.float32, **changes: Any
 ) -> Any:

@@ -23,6 +23,19 @@ from kvcap.policies import Eviction
 FACT = "The secret code of the vault is 7421."
 QUESTION = "What is the secret code of the vault?"
 WORDS = ["river", "stone", "cloud", "market", "window", "garden", "letter", "winter", "copper"]
+DOOR = {  # a schema of JSON
+    "type": "object",
+    "properties": {"door": {"enum": ["blue", "red"]}, "code": {"type": "integer"}},
+    "required": ["door", "code"],
+    "additionalProperties": False,
+}
+SENTENCES = [
+    "The harbour master keeps the key under a stone.",
+    "It rained all day, and nobody went to the market.",
+    "A train leaves for Lisbon at noon.",
+    "The orchard was sold to a doctor.",
+    "Seven gulls sat upon the roof.",
+]
 CHROMIUM = os.environ.get("KVCAP_CHROMIUM") or shutil.which("chromium")
 
 

@@ -23,6 +23,11 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.step import ForwardContext
 
 NAME = "masked_reference"
+POLICIES = ["keydiff", "snapkv", "h2o", "dropkv", "streaming_llm"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "snapkv": {"window": 4, "kernel": 3, "pool": "avg"}, "dropkv": {"window": 4},
+    "streaming_llm": {"sinks": 2},
+}  # fmt: skip
 Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -38,6 +43,11 @@ class Kept:
 
 
 _KEPT = Kept()
+
+
+def eviction_of(policy: str) -> kvcap.Eviction:
+    """Return one of `POLICIES` for budgets of some slots."""
+    return kvcap.load_policy(policy, **OPTIONS.get(policy, {}))
 
 
 def attention(

@@ -235,6 +235,28 @@ def uncapped(family: str, ids: torch.Tensor, **changes) -> torch.Tensor:
         return model(ids).logits
 
 
+def distinct(length: int, *, of: int = 90, seed: int = 1) -> torch.Tensor:
+    """Return tokens [1, length], none of them twice, as equal keys would tie."""
+    return 3 + torch.randperm(of, generator=torch.Generator().manual_seed(seed))[None, :length]
+
+
+def greedy(ids: torch.Tensor, tokens: int, **more: Any) -> dict[str, Any]:
+    """Return arguments of transformers' `generate` for so many of the likeliest tokens."""
+    plain = {"do_sample": False, "pad_token_id": 2, "eos_token_id": None}
+    return {"attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, **plain, **more}
+
+
+def goes_on(runtime: Any, folder: Path) -> None:
+    """Assert that a conversation longer than the budget goes on from a file as by itself."""
+    session = runtime.session(seed=0)
+    session.set_generation(max_new_tokens=4, temperature=0)
+    list(session.send("one two three four five six seven eight nine ten " * 8))
+    assert session.stats.held_tokens <= runtime.plan.budget_tokens < session.stats.seen_tokens
+    session.save(folder / "session.kvcap")
+    again = Session.load(runtime, folder / "session.kvcap")
+    assert "".join(session.send("and more")) == "".join(again.send("and more"))
+
+
 def in_blocks(model, cache, ids: torch.Tensor, block: int) -> torch.Tensor:
     """Return the logits [B, T_total, V] of all tokens, read block by block as in the block loop."""
     parts = []
@@ -246,8 +268,8 @@ def in_blocks(model, cache, ids: torch.Tensor, block: int) -> torch.Tensor:
     return torch.cat(parts, 1)
 
 
-def kept(session: Session) -> list[list[int]]:
-    """Return the positions that each head of a session holds, in order."""
+def kept(session: Any) -> list[list[int]]:
+    """Return the positions that each head of a session or a loop holds, in order."""
     segments = [s for layer in session.cache.capped_layers for s in layer.segments]
     return [sorted(head.tolist()) for s in segments for head in s.positions[0]]
 

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from conftest import as_cache, tiny_model
+from tools import greedy
 from torch.nn import functional
 from transformers import DynamicCache, StaticCache, masking_utils
 
@@ -157,13 +158,7 @@ def test_a_static_cache(tokens):
 
 def test_generate_with_a_static_cache(tokens):
     ids = tokens(10)
-    options = {
-        "max_new_tokens": 8,
-        "do_sample": False,
-        "pad_token_id": 2,
-        "attention_mask": torch.ones_like(ids),
-        "disable_compile": True,
-    }
+    options = greedy(ids, 8, disable_compile=True)
     both(lambda m: m.generate(ids, cache_implementation="static", **options))
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import as_cache, tiny_model
-from families import config_of, model_of
+from families import longrope, model_of
 from reference import NAME, Setting, run_reference
+from tools import distinct, greedy
 from torch import Tensor
 
 import kvcap
@@ -25,7 +26,6 @@ from kvcap.runtime.errors import (
     KvcapError,
     MemoryCapExceeded,
     NotExportable,
-    PlanInfeasible,
     SessionBroken,
     UnsupportedModel,
 )
@@ -36,8 +36,7 @@ BLOCK = 6
 
 
 def text(length: int = 31) -> Tensor:
-    """No token twice: equal keys would tie."""
-    return 3 + torch.randperm(50, generator=torch.Generator().manual_seed(2))[None, :length]
+    return distinct(length, of=50, seed=2)
 
 
 def auto(model: Any, policy: Any = "keydiff", budget: int = 12, **more: Any) -> BlockLoop:
@@ -85,13 +84,7 @@ def test_in_generation_by_transformers(positions):
     for _ in range(15):
         token = loop.read(token[:, None]).argmax(-1)
         expected.append(int(token))
-    options = {
-        "max_new_tokens": 16,
-        "do_sample": False,
-        "pad_token_id": 2,
-        "eos_token_id": None,
-        "attention_mask": torch.ones_like(ids),
-    }
+    options = greedy(ids, 16)
     cache = BudgetCache(model.config, 12, BLOCK, "keydiff", positions=positions)
     got = model.generate(ids, **as_cache(cache), prefill_chunk_size=BLOCK, **options)
     assert got[0, 13:].tolist() == expected
@@ -213,34 +206,16 @@ def test_the_default_is_one_constant(monkeypatch):
     assert BudgetCache(config, 12, BLOCK).layout.positions == "auto"
     assert BudgetCache(config, 12, BLOCK, kv_dtype="int8").layout.positions == "auto"
     assert BudgetCache(config, 12, BLOCK, kv_dtype="int4").layout.positions == "compact"
+    with pytest.raises(UnsupportedModel, match="'int4' holds keys without their rotation"):
+        BudgetCache(config, 12, BLOCK, positions="auto", kv_dtype="int4")
     given = {"budget_tokens": 12, "block_size": BLOCK}
     assert kvcap.MemoryPlan.of(config, **given).positions == "auto"
     assert kvcap.MemoryPlan.of(config, **given, kv_dtype="int4").positions == "compact"
     assert layout.default_positions(BudgetCache(config).layout.shape, unchanging=True) == "compact"
 
 
-def test_refusals():
-    config = model_with_window().config
-    with pytest.raises(PlanInfeasible, match="use 'compact', 'true' or 'auto'"):
-        BudgetCache(config, 12, BLOCK, positions="ture")  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedModel, match="'int4' holds keys without their rotation"):
-        BudgetCache(config, 12, BLOCK, positions="auto", kv_dtype="int4")
-
-
 def test_longrope_changes_where_its_short_factors_end():
-    if not hasattr(config_of("phi3"), "rope_parameters"):
-        pytest.skip("transformers 5 has rope_parameters")
-    factors = {
-        "short_factor": [1.0 + 0.1 * i for i in range(8)],
-        "long_factor": [4.0 + i for i in range(8)],
-    }
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        **factors,
-        "original_max_position_embeddings": WINDOW,
-    }
-    changes = {"rope_parameters": rope, "original_max_position_embeddings": WINDOW}
+    changes = longrope(WINDOW)
     model = model_of("phi3", max_position_embeddings=400, **changes)
     loop, ids = auto(model, sink_tokens=0), text()
     assert loop.cache.layout.shape.trained_window == WINDOW

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tiny_chat
 import torch
-from conftest import CACHE, as_cache, small_policy, tiny_model
+from conftest import CACHE, small_policy, tiny_model
 from families import ELSEWHERE, model_of
 from make import in_python
 
@@ -23,20 +23,6 @@ import kvcap
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.session.session import Session
-
-
-def generate(model: Any, cache: BudgetCache, ids: torch.Tensor, block: int = 8) -> None:
-    model.generate(
-        ids,
-        **as_cache(cache),
-        max_new_tokens=3,
-        do_sample=False,
-        prefill_chunk_size=block,
-        attention_mask=torch.ones_like(ids),
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-
 
 KINDS = [
     "gemma3_text",

@@ -56,13 +56,14 @@ def test_a_runtime_and_a_cap_pass_them_on_whole():
     ("given", "message"),
     [
         ({"budget_tokens": 0}, "budget_tokens=0: use a whole number of tokens from 1"),
+        ({"block_size": 0}, "block_size=0"),
         ({"block_size": 10**20}, "from 1 to 1,099,511,627,776"),
         ({"block_size": True}, "block_size=True"),
         ({"evict_every": 2.5}, "evict_every=2.5"),
         ({"budget_tokens": "64MiB"}, "kv_budget='64MiB'"),
         ({"budget_tokens": 64, "kv_budget": "1MiB"}, "not both"),
         ({"block_size": 8, "evict_every": 9}, "evict every 1 to block_size"),
-        ({"positions": "false"}, "use 'compact', 'true' or 'auto'"),
+        ({"positions": "false"}, "positions='false'.* use 'compact', 'true' or 'auto'"),
     ],
 )
 def test_what_cannot_be_is_refused_wherever_it_is_given(given, message):
@@ -82,6 +83,7 @@ def test_what_cannot_be_is_refused_wherever_it_is_given(given, message):
     ("given", "message"),
     [
         ({"enforce": "rlimt"}, "enforce='rlimt': use 'check' or 'rlimit'"),
+        ({"dtype": "int3"}, r"one of float32 \(fp32"),
         ({"dtype": 3}, "dtype '3' is not known"),
         ({"dtype": torch.int8}, "dtype 'torch.int8' is not known"),
     ],

@@ -8,19 +8,13 @@ import pytest
 import torch
 from conftest import as_cache
 from families import model_of as tiny_model
-from tools import runtime_of
+from tools import distinct, runtime_of
 from torch import Tensor
 from transformers import DynamicCache
 
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.rope import Rope, Rotation, moved_by, rotate, rotations
 from kvcap.runtime.session.session import Session
-
-
-def distinct(length: int) -> Tensor:
-    """Tokens [1, length], none twice: equal keys would tie."""
-    return 3 + torch.randperm(56, generator=torch.Generator().manual_seed(1))[None, :length]
-
 
 # --- keys that are moved --------------------------------------------------------------------------
 
@@ -95,7 +89,7 @@ def stand_by_rank(model: Any, layer: Any, ids: Tensor) -> None:
 
 @pytest.mark.parametrize("name", ["glm", "cohere"])
 def test_a_session_loaded_into_a_smaller_cache_rotates_what_its_table_cannot(name, tmp_path):
-    model, ids = tiny_model(name), distinct(56)
+    model, ids = tiny_model(name), distinct(56, of=56)
     session = runtime_of(model, "keydiff", 48).session()
     session.loop.prefill(ids)
     session.save(tmp_path / "s")

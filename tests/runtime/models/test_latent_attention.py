@@ -12,9 +12,9 @@ import pytest
 import torch
 from conftest import as_cache, in_turn
 from families import MLA, OLD, config_of, model_of
-from masked import compare, rotary_frequencies
+from masked import POLICIES, compare, eviction_of, rotary_frequencies
 from reference import rotate
-from tools import runtime_of
+from tools import distinct, runtime_of
 from torch import Tensor, nn
 from transformers import AutoConfig, DynamicCache
 
@@ -40,20 +40,7 @@ from kvcap.runtime.session.session import Session
 if OLD:
     pytest.skip("this transformers caches no latents", allow_module_level=True)
 
-POLICIES = ["keydiff", "snapkv", "h2o", "dropkv", "streaming_llm"]
-OPTIONS: dict[str, dict[str, Any]] = {
-    "snapkv": {"window": 4, "kernel": 3, "pool": "avg"}, "dropkv": {"window": 4},
-    "streaming_llm": {"sinks": 2},
-}  # fmt: skip
 ROTATED = 8  # r, of all configs
-
-
-def text(length: int = 60) -> Tensor:
-    return 3 + torch.randperm(90, generator=torch.Generator().manual_seed(1))[None, :length]
-
-
-def eviction_of(policy: str) -> kvcap.Eviction:
-    return kvcap.load_policy(policy, **OPTIONS.get(policy, {}))
 
 
 def rotate_last(x: Tensor, moves: Tensor, inv_freq: Tensor) -> Tensor:
@@ -78,7 +65,7 @@ def compared(
     inv_freq = rotary_frequencies(model_of(name, "eager"))
     turning = dict.fromkeys(shape.capped, inv_freq)
     rotation = rotate_last_neighbours if name.startswith("deepseek_v2") else rotate_last
-    comparison = compare(lambda a: model_of(name, a), cache, text(), block, rotation, turning)
+    comparison = compare(lambda a: model_of(name, a), cache, distinct(60), block, rotation, turning)
     assert cache.held == budget
     return comparison
 
@@ -106,8 +93,8 @@ def test_a_rope_part_moves_as_the_model_would_have_read_it(name):
     shape = ModelShape.of(config_of(name))
     model, near, far = model_of(name, "eager"), *(DynamicCache(), DynamicCache())
     with torch.no_grad():
-        model(text(12), **as_cache(near))
-        model(text(12), **as_cache(far), position_ids=37 + torch.arange(12)[None])
+        model(distinct(12), **as_cache(near))
+        model(distinct(12), **as_cache(far), position_ids=37 + torch.arange(12)[None])
     for index in shape.capped:
         rope = shape.layers[index].rope
         here, there = (
@@ -149,7 +136,7 @@ def test_both_ways_to_attend_are_the_formula():
 def test_slots_hold_the_latent_and_the_rope_part_only(name):
     config, latent = config_of(name), latent_of(config_of(name))
     cache = kvcap.BudgetCache(config, 14, 6)
-    BlockLoop(model_of(name), cache).prefill(text())
+    BlockLoop(model_of(name), cache).prefill(distinct(60))
     plan = kvcap.MemoryPlan.of(config, budget_tokens=14, block_size=6, dtype=torch.float32)
     assert plan.cache_bytes == cache.nbytes
     assert plan.keys_values == 2 * (14 + 6) * latent.slot * 4
@@ -164,7 +151,7 @@ def test_slots_hold_the_latent_and_the_rope_part_only(name):
 @pytest.mark.parametrize("policy", ["snapkv", "snapkv+adakv"])
 @pytest.mark.parametrize("block", [6, 24])
 def test_a_batch_is_its_sequences(policy, block):
-    model, ids = model_of("deepseek_v3"), torch.cat((text(54), text(60)[:, 6:]))
+    model, ids = model_of("deepseek_v3"), torch.cat((distinct(54), distinct(60)[:, 6:]))
     eviction = kvcap.load_policy(policy, window=4, kernel=3, pool="avg")
 
     def read(rows: Tensor) -> Tensor:
@@ -191,7 +178,7 @@ def test_every_policy_runs_or_is_refused_by_name(policy, block):
         return
     if not cache.eviction.policy.evicts:
         return
-    logits = BlockLoop(model_of("youtu"), cache).prefill(text(88))
+    logits = BlockLoop(model_of("youtu"), cache).prefill(distinct(88))
     assert logits.isfinite().all()
     assert cache.held == 40
 
@@ -201,7 +188,7 @@ def test_criticalkv_reads_the_heads_own_values():
     model = model_of("deepseek_v3")
     eviction = kvcap.load_policy("snapkv+criticalkv", window=4, kernel=3, pool="avg")
     cache = kvcap.BudgetCache(model.config, 40, 6, eviction)
-    BlockLoop(model, cache).prefill(text(30))
+    BlockLoop(model, cache).prefill(distinct(30))
     for layer, block in zip(cache.capped_layers, model.model.layers, strict=True):
         slots, module = layer.segments[0].keys, block.self_attn
         with torch.no_grad():
@@ -213,7 +200,7 @@ def test_criticalkv_reads_the_heads_own_values():
 
 def test_a_session_of_before_an_option_goes_on_exactly(tmp_path, monkeypatch):
     """As saved by a version that did not know the option yet."""
-    runtime, ids = runtime_of(model_of("youtu"), "keydiff"), text(70)
+    runtime, ids = runtime_of(model_of("youtu"), "keydiff"), distinct(70)
     session = runtime.session()
     session.loop.prefill(ids[:, :60])
     known = snapshot.parts
@@ -273,7 +260,7 @@ def test_weights_that_cannot_be_read_are_refused():
         with pytest.raises(UnsupportedModel, match=r"kv_b_proj.*plain nn\.Linear"):
             BlockLoop(model, cache)
         with pytest.raises(UnsupportedModel, match=r"kv_b_proj.*plain nn\.Linear"):
-            model(text(6), **as_cache(cache))
+            model(distinct(6), **as_cache(cache))
 
 
 def test_what_cannot_run_is_refused_by_name():
@@ -295,12 +282,12 @@ def test_no_gradient_flows(tokens):
     model = model_of("deepseek_v3")
     cache = kvcap.BudgetCache(model.config, 14, 6)
     with pytest.raises(UnsupportedModel, match="keeps no gradients"):
-        model(text(6), **as_cache(cache)).logits.sum().backward()
+        model(distinct(6), **as_cache(cache)).logits.sum().backward()
     model.requires_grad_(False)  # but for the latents
     model.model.layers[1].self_attn.kv_a_proj_with_mqa.requires_grad_(True)
     cache.reset()
     with pytest.raises(UnsupportedModel, match="keeps no gradients"):
-        model(text(6), **as_cache(cache)).logits.sum().backward()
+        model(distinct(6), **as_cache(cache)).logits.sum().backward()
 
 
 # What a trial shows -------------------------------------------------------------------------------
@@ -322,7 +309,7 @@ def test_a_dry_run_finds_the_allocators_peak(block):
     config, eviction = config_of("deepseek_v3", num_hidden_layers=1), eviction_of("keydiff")
     assert latent_of(config).expands(block, 400 + block) == (block == 64)
     planned = rehearse_block(config, CacheSettings(400, block, eviction), torch.float32)
-    model, ids = model_of("deepseek_v3", num_hidden_layers=1), text(block)
+    model, ids = model_of("deepseek_v3", num_hidden_layers=1), distinct(block)
     cache = kvcap.BudgetCache(config, 400, block, eviction).allocate(1, torch.float32, "cpu")
     loop = BlockLoop(model, cache)
     while cache.seen < 400 + 2 * block:
@@ -339,7 +326,7 @@ def test_keydiff_scores_the_expanded_keys_of_every_head():
     model = model_of("glm4_moe_lite")
     for expand in (False, True):
         cache = kvcap.BudgetCache(model.config, 30, 6, kvcap.load_policy("keydiff", expand=expand))
-        BlockLoop(model, cache).prefill(text(30))
+        BlockLoop(model, cache).prefill(distinct(30))
         layer, module = cache.capped_layers[0], model.model.layers[0].self_attn
         slots = layer.segments[0].keys
         keys = slots

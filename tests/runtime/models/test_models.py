@@ -22,12 +22,13 @@ from families import (
     STATES,
     TRIED,
     config_of,
+    longrope,
     model_of,
     model_type,
 )
-from masked import compare, rotary_frequencies
+from masked import POLICIES, compare, eviction_of, rotary_frequencies
 from reference import rotate
-from tools import runtime_of
+from tools import distinct, greedy, runtime_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -49,19 +50,6 @@ from kvcap.runtime.session.session import Session
 
 NAMES = sorted((ALL | ELSEWHERE).keys() - MLA.keys())  # latents: test_latent_attention.py
 WRAPPED = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}  # held by test_wrappers.py
-POLICIES = ["keydiff", "snapkv", "h2o", "dropkv", "streaming_llm"]
-OPTIONS: dict[str, dict[str, Any]] = {
-    "snapkv": {"window": 4, "kernel": 3, "pool": "avg"}, "dropkv": {"window": 4},
-    "streaming_llm": {"sinks": 2},
-}  # fmt: skip
-
-
-def text(length: int = 44) -> torch.Tensor:
-    return 3 + torch.randperm(90, generator=torch.Generator().manual_seed(1))[None, :length]
-
-
-def eviction_of(policy: str) -> kvcap.Eviction:
-    return kvcap.load_policy(policy, **OPTIONS.get(policy, {}))
 
 
 def test_every_family_of_the_list_is_held_somewhere():
@@ -91,7 +79,7 @@ def test_a_key_moves_as_the_model_would_have_read_it(family):
 
 def keys_of(family: str, start: int) -> list[Any]:
     """Keys of every layer of a text that begins at `start`."""
-    model, ids = model_of(family, "eager"), text(12)
+    model, ids = model_of(family, "eager"), distinct(12)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids, **as_cache(cache), position_ids=start + torch.arange(12)[None])
@@ -106,14 +94,8 @@ def test_generation_and_sessions(family, policy, tokens, tmp_path):
     """Within the budget all is as uncapped; a saved session goes on to the bit past it."""
     if OLD and family in STATES | MLA:
         pytest.skip("this transformers keeps neither states nor latents in a cache")
-    ids = text(20)
-    options = {
-        "max_new_tokens": 8,
-        "do_sample": False,
-        "pad_token_id": 2,
-        "eos_token_id": None,
-        "attention_mask": torch.ones_like(ids),
-    }
+    ids = distinct(20)
+    options = greedy(ids, 8)
     expected = model_of(family, "eager").generate(ids, **options).tolist()
     stock = ["eager", "sdpa"] if type(model_of(family))._supports_sdpa else ["eager"]
     for attention in ("kvcap", *stock):
@@ -173,31 +155,29 @@ def test_a_trial_finds_what_the_list_says(family, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "reason"),
+    ("family", "reason"),
     [
-        ("deepseek_v32", {}, r"layers 0 to 60 are sparse attention by an index of its own"),
-        ("llama4_text", {}, r"layers 0 to 2, 4 to 6.* are attention within chunks"),
-        (
-            "inkling_text",
-            {},
-            r"layers 0 to 4, .* are attention over a window and a recurrent state",
-        ),
-        ("zamba", {}, r"layers 0 to 75 are recurrent, but no gated delta net"),
-        ("bloom", {}, r"compute attention by code of their own"),
-        ("gpt2", {}, r"its positions are no rotation of keys"),
-        ("openai-gpt", {}, r"it keeps no keys and values"),
-        ("diffllama", {}, r"layers 0 to 15 attend to something else"),
-        ("doge", {}, r"a mask of its own"),
-        ("bart", {}, r"no causal language model of it"),
-        ("mamba", {}, r"names no layers with attention heads"),
+        ("deepseek_v32", r"layers 0 to 60 are sparse attention by an index of its own"),
+        ("llama4_text", r"layers 0 to 2, 4 to 6.* are attention within chunks"),
+        ("inkling_text", r"layers 0 to 4, .* are attention over a window and a recurrent state"),
+        ("zamba", r"layers 0 to 75 are recurrent, but no gated delta net"),
+        ("bloom", r"compute attention by code of their own"),
+        ("gpt2", r"its positions are no rotation of keys"),
+        ("openai-gpt", r"it keeps no keys and values"),
+        ("diffllama", r"layers 0 to 15 attend to something else"),
+        ("doge", r"a mask of its own"),
+        ("bart", r"no causal language model of it"),
+        ("bert", r"its positions are no rotation of keys"),
+        ("mamba", r"names no layers with attention heads"),
     ],
 )
-def test_refusals_name_the_layers_and_why(family, changes, reason):
+def test_refusals_name_the_layers_and_why(family, reason):
     if family not in CONFIG_MAPPING or (OLD and family in ("zamba", "diffllama")):
         pytest.skip("this transformers does not know it")
-    config = AutoConfig.for_model(family, **changes).get_text_config(decoder=True)
-    with pytest.raises(kvcap.KvcapError, match=reason):
+    config = AutoConfig.for_model(family).get_text_config(decoder=True)
+    with pytest.raises(kvcap.KvcapError, match=reason) as refused:
         kvcap.BudgetCache(config, 24, 8)
+    assert re.search(rf"{config.model_type}.*supported: .*llama, .* run", str(refused.value))
 
 
 @pytest.mark.skipif(not OLD, reason="transformers 5.23 caches latents: test_latent_attention.py")
@@ -245,7 +225,7 @@ def test_every_model_type_of_transformers_runs_or_is_refused_with_its_reason(mod
         AutoModelForCausalLM.from_config(small, attn_implementation="kvcap", dtype=torch.float32),
         kvcap.BudgetCache(small, 14, 6),
     )
-    assert loop.prefill(text()).isfinite().all()
+    assert loop.prefill(distinct(44)).isfinite().all()
     assert loop.cache.held == 14
 
 
@@ -295,9 +275,9 @@ def test_the_page_of_models_is_what_the_tests_hold():
 def test_a_plan_says_what_the_layers_hold():
     from kvcap.cli import application
 
-    result = CliRunner().invoke(application(), ["plan", "pocket", "--budget-tokens", "64"])
-    assert "layers: 6 capped (RoPE default); positions: compact, true or auto" in result.output
-    assert "exported, with ONNX Runtime: yes" in result.output
+    text = CliRunner().invoke(application(), ["plan", "pocket", "--budget-tokens", "64"]).output
+    assert "layers: 6 capped (RoPE default); positions: compact, true or auto" in text
+    assert "exported, with ONNX Runtime: yes" in text
     plan = kvcap.MemoryPlan.of(config_of("afmoe"), budget_tokens=14, block_size=6)
     assert plan.layers == "2 capped (no positions), 2 over a window of their own"
     assert plan.not_exportable == "every token chooses among experts"
@@ -311,44 +291,27 @@ def test_a_plan_says_what_the_layers_hold():
 
 # Longrope ---------------------------------------------------------------------------------------
 
-LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + 0.1 * i for i in
-        range(8)], "long_factor": [4.0 + i for i in range(8)],
-        "original_max_position_embeddings": 64}  # fmt: skip
 
-
-def longrope(attention: str = "kvcap") -> Any:
-    return model_of(
-        "phi3",
-        attention,
-        rope_parameters=LONG,
-        original_max_position_embeddings=64,
-        vocab_size=2560,  # of the built-in model's tokenizer
-    )
-
-
-def needs_5() -> None:
-    if not hasattr(config_of("phi3"), "rope_parameters"):
-        pytest.skip("transformers 5 has rope_parameters")
+def long_model(attention: str = "kvcap") -> Any:
+    return model_of("phi3", attention, **longrope(64), vocab_size=2560)  # of the built-in model
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_longrope_is_compact_while_what_is_held_fits(policy):
     """The text is longer than the trained length; every position stays below it."""
-    needs_5()
-    ids = torch.cat((text(), text(40) % 89 + 3), 1)
-    config = longrope().config
+    ids = torch.cat((distinct(44), distinct(40) % 89 + 3), 1)
+    config = long_model().config
     cache = kvcap.BudgetCache(config, 14, 6, eviction_of(policy))
     assert cache.layout.positions == "compact"
-    rotary = rotary_frequencies(longrope("eager"))
+    rotary = rotary_frequencies(long_model("eager"))
     # The reference reads true positions, which would take the long factors: it counts from 0 to
     # less than 64 in the text's first part only.
-    logits, expected = compare(longrope, cache, ids[:, :60], 6, rotate, {0: rotary, 1: rotary})
+    logits, expected = compare(long_model, cache, ids[:, :60], 6, rotate, {0: rotary, 1: rotary})
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 def test_longrope_beyond_its_short_factors():
-    needs_5()
-    config = longrope().config
+    config = long_model().config
     for budget, block in ((60, 8), (60, 128)):  # the latter fits no budget
         with pytest.raises(kvcap.KvcapError, match=r"exact up to 64 tokens held.*above 64$"):
             kvcap.BudgetCache(config, budget, block, positions="compact")
@@ -361,8 +324,7 @@ def test_longrope_beyond_its_short_factors():
 
 
 def loaded_longrope(folder: Path, budget: int, positions: Any, policy: str = "full") -> Any:
-    needs_5()
-    longrope().save_pretrained(folder)
+    long_model().save_pretrained(folder)
     AutoTokenizer.from_pretrained(pocket.path()).save_pretrained(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -374,7 +336,7 @@ def loaded_longrope(folder: Path, budget: int, positions: Any, policy: str = "fu
 @pytest.mark.parametrize("positions", [None, "compact", "true", "auto"])
 def test_longrope_reads_on_by_one_set_of_factors(positions, tmp_path):
     """The short ones up to their length; past it, as transformers, the whole text once more."""
-    runtime, ids = loaded_longrope(tmp_path, 92, positions), text(90)
+    runtime, ids = loaded_longrope(tmp_path, 92, positions), distinct(90)
     assert runtime.plan.positions == (positions or usual_positions())
     loop = runtime.loop()
     for first in (62, 30, 70):
@@ -382,7 +344,7 @@ def test_longrope_reads_on_by_one_set_of_factors(positions, tmp_path):
         logits = [loop.prefill(ids[:, :first])]
         logits += [loop.read(ids[:, i : i + 1]) for i in range(first, 90)]
         with torch.no_grad():
-            true = [longrope("eager")(ids[:, :i]).logits[:, -1] for i in range(first, 91)]
+            true = [long_model("eager")(ids[:, :i]).logits[:, -1] for i in range(first, 91)]
         stacked, expected = torch.stack(logits, 1), torch.stack(true, 1)
         assert (stacked - expected).abs().max() <= 1e-4 * expected.abs().max()
 
@@ -391,7 +353,7 @@ def test_longrope_reads_on_by_one_set_of_factors(positions, tmp_path):
 def test_longrope_changes_its_factors_after_evictions_too(positions, tmp_path):
     """By then a loop and one that goes on from its copy hold what the long ones alone give."""
     runtime = loaded_longrope(tmp_path, 60 if positions == "compact" else 30, positions, "keydiff")
-    ids, own, other = text(90), runtime.loop(), runtime.loop()
+    ids, own, other = distinct(90), runtime.loop(), runtime.loop()
     own.prefill(ids[:, :40])
     other.go_on_from(own.copied())
     for loop in (own, other):
@@ -435,16 +397,15 @@ def test_longrope_sessions_go_on_by_the_factors_of_what_they_hold(tmp_path):
 
 @pytest.mark.parametrize("positions", ["compact", "auto"])
 def test_longrope_keeps_its_short_factors_where_all_that_is_held_fits(positions, tmp_path):
-    loop, ids = loaded_longrope(tmp_path, 56, positions).loop(), text(50)
+    loop, ids = loaded_longrope(tmp_path, 56, positions).loop(), distinct(50)
     with torch.no_grad():
-        expected = longrope("eager")(ids).logits[:, -1]
+        expected = long_model("eager")(ids).logits[:, -1]
     assert (loop.prefill(ids) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 def test_longrope_is_not_read_by_two_sets_of_factors():
     """With a model that kvcap has not loaded, and true positions."""
-    needs_5()
-    model, ids = longrope(), text(90)
+    model, ids = long_model(), distinct(90)
     for own in (True, False):
         loop = BlockLoop(model, kvcap.BudgetCache(model.config, 88, 8, positions="true"))
         for part in ids[:, :64].split(8, 1):
@@ -455,19 +416,18 @@ def test_longrope_is_not_read_by_two_sets_of_factors():
     whole = BlockLoop(model, kvcap.BudgetCache(model.config, 88, 72, positions="true"))
     logits = [whole.read(ids[:, :70]), whole.read(ids[:, 70:90])]
     with torch.no_grad():
-        expected = longrope("eager")(ids).logits[:, [69, 89]]
+        expected = long_model("eager")(ids).logits[:, [69, 89]]
     assert (torch.stack(logits, 1) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 def test_one_set_of_factors_is_chosen_by_what_can_be_reached():
-    needs_5()
-    config = longrope().config
+    config, rope_parameters = long_model().config, longrope(64)["rope_parameters"]
     for reach, long in ((64, False), (0, False), (65, True), (None, True)):
         chosen = with_one_rope(config, reach)
         assert (chosen is not config) == long
         rope = rope_of(chosen)
         assert rope.longest == (None if long else 64)
-        own = torch.tensor(LONG["long_factor" if long else "short_factor"])
+        own = torch.tensor(rope_parameters["long_factor" if long else "short_factor"])
         torch.testing.assert_close(rope.inv_freq * own, rope_of(config_of("phi3")).inv_freq)
         assert "longrope" in ModelShape.of(chosen).not_exportable
     assert rope_of(config).longest == 64

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from conftest import tiny_config
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from tools import goes_on
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from kvcap import Runtime, pocket
 from kvcap.runtime.errors import UnsupportedModel
@@ -48,17 +50,8 @@ BLOCK = 128  # of the weights that have a scale of their own
 
 
 def tiny() -> Any:
-    config = LlamaConfig(
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        hidden_size=256,
-        intermediate_size=512,
-        vocab_size=2560,
-        eos_token_id=None,
-        dtype=torch.bfloat16,
-    )
+    sizes = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 2560}
+    config = tiny_config("llama", **sizes, eos_token_id=None, dtype=torch.bfloat16)
     torch.manual_seed(0)
     return LlamaForCausalLM(config).to(torch.bfloat16)
 
@@ -162,14 +155,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
     return get
 
 
-def answer(runtime: Runtime) -> str:
-    session = runtime.session()
-    session.set_generation(max_new_tokens=4, temperature=0)
-    text = "".join(session.send("one two three four five six seven eight nine ten " * 4))
-    assert session.stats.held_tokens <= 32 < session.stats.seen_tokens
-    return text
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", UNPACKED)
 def test_what_is_unpacked_is_planned_and_held_unpacked(kind, dtype, checkpoint):
@@ -199,19 +184,19 @@ def test_what_stays_packed_is_planned_packed(kind, checkpoint):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_they_chat_under_a_cap(kind, checkpoint):
+def test_they_chat_under_a_cap(kind, checkpoint, tmp_path):
     runtime = Runtime.from_pretrained(checkpoint(kind), budget_tokens=32, device="cpu")
     assert runtime.plan.weights == held_weights(runtime.model).nbytes
     assert runtime.with_policy_name("snapkv", {"window": 4}).plan.weights == runtime.plan.weights
-    answer(runtime)
+    goes_on(runtime, tmp_path)
 
 
 @pytest.mark.parametrize("kind", UNPACKED)
-def test_unpacked_projections_can_be_read(kind, checkpoint):
+def test_unpacked_projections_can_be_read(kind, checkpoint, tmp_path):
     runtime = Runtime.from_pretrained(
         checkpoint(kind), "criticalkv", budget_tokens=32, block_size=32, device="cpu"
     )
-    answer(runtime)
+    goes_on(runtime, tmp_path)
 
 
 @pytest.mark.parametrize("kind", PACKED)

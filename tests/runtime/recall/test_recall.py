@@ -9,18 +9,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from make import SENTENCES
 
 from kvcap.pocket.prose import filler
 from kvcap.runtime.recall.recall import ENOUGH, Recall, held_shares, with_gap
 from kvcap.runtime.types import KeptTokens
-
-FACTS = [
-    "The harbour master keeps the key under a stone.",
-    "It rained all day, and nobody went to the market.",
-    "A train leaves for Lisbon at noon.",
-    "The orchard was sold to a doctor.",
-    "Seven gulls sat upon the roof.",
-]
 
 
 @pytest.fixture
@@ -35,7 +28,7 @@ def encode(tokenizer, text):
 def read(tokenizer, sentences=4):
     """Return the tokens of a text in which facts stand apart."""
     rest = filler(Random(0))
-    parts = [f"{fact} {' '.join(islice(rest, sentences))} " for fact in FACTS]
+    parts = [f"{fact} {' '.join(islice(rest, sentences))} " for fact in SENTENCES]
     return encode(tokenizer, "".join(parts))
 
 
@@ -197,7 +190,7 @@ def test_of_facts_that_contradict_each_other_the_newest_come_first_and_stand_las
 )
 def test_a_message_that_asks_nothing_brings_nothing(tokenizer, recall, message, asks):
     rest = filler(Random(4))
-    ids = chat(tokenizer, *(f"{fact} {' '.join(islice(rest, 12))}" for fact in FACTS))
+    ids = chat(tokenizer, *(f"{fact} {' '.join(islice(rest, 12))}" for fact in SENTENCES))
     assert bool(recall.read_again(encode(tokenizer, message), ids, NOTHING, len(ids))) == asks
 
 

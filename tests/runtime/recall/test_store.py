@@ -5,22 +5,15 @@ from __future__ import annotations
 import random
 
 import pytest
+from make import SENTENCES
 
 from kvcap.runtime.recall.settings import PAGE
 from kvcap.runtime.recall.store import PassageStore
 
-LINES = [
-    "The harbour master keeps the key under a stone.",
-    "It rained all day, and nobody went to the market.",
-    "A train leaves for Lisbon at noon.",
-    "The orchard was sold to a doctor.",
-    "Seven gulls sat upon the roof.",
-]
-
 
 def filled(*texts, limit=1 << 20):
     store = PassageStore(limit)
-    for index, text in enumerate([*LINES, *texts]):
+    for index, text in enumerate([*SENTENCES, *texts]):
         store.add((100 * index, 100 * index + 90), text)
     return store
 
@@ -53,7 +46,7 @@ def test_the_passage_with_the_rarest_words_comes_first():
     ],
 )
 def test_words_of_every_script_are_found(text, question):
-    assert spans(filled(text), question)[:1] == [len(LINES)]
+    assert spans(filled(text), question)[:1] == [len(SENTENCES)]
 
 
 @pytest.mark.parametrize(
@@ -93,6 +86,6 @@ def test_clearing_gives_its_memory_back():
     assert store.nbytes >= PAGE
     store.clear()
     assert (store.nbytes, store.search("stone"), store.dropped) == (0, [], 0)
-    store.add((0, 90), LINES[0])
-    store.add((90, 180), LINES[1])
+    store.add((0, 90), SENTENCES[0])
+    store.add((90, 180), SENTENCES[1])
     assert len(store.search("harbour stone")) == 1

@@ -193,18 +193,6 @@ def test_tokenizers_without_a_usable_template(tokenizer):
         ChatWriter(Forgetful()).render_turn(None, hi)
 
 
-def test_what_cannot_be_loaded(directory, tmp_path):
-    load = kvcap.Runtime.from_pretrained
-    with pytest.raises(OSError, match="there is no directory"):
-        load(tmp_path / "nowhere")
-    with pytest.raises(kvcap.KvcapError, match=r"holds no config\.json"):
-        load(tmp_path)
-    with pytest.raises(ValueError, match=r"one of float32 \(fp32"):
-        load(directory, dtype="int3")
-    with pytest.raises(kvcap.PolicyError, match="did you mean"):
-        load(directory, "keydif")
-
-
 @given(
     text=st.text(max_size=40),
     stops=st.lists(st.text(min_size=1, max_size=4), max_size=3),

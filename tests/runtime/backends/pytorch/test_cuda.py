@@ -10,7 +10,8 @@ import pytest
 import torch
 from conftest import FAMILIES, small_policy, tiny_model
 from families import ALL, ELSEWHERE, model_of
-from tools import differing, runtime_of
+from tools import differing, distinct, runtime_of
+from tools import kept as kept_by
 
 import kvcap
 from kvcap.policies import policies
@@ -44,8 +45,7 @@ def test_logits_equal_the_uncapped_model_while_tokens_fit(family, dtype, tokens)
 @pytest.mark.parametrize("policy", EVICTING)
 def test_the_same_tokens_stay_as_on_the_cpu(policy, positions):
     kept, logits = [], []
-    # No token twice: equal keys would tie.
-    ids = 3 + torch.randperm(90, generator=torch.Generator().manual_seed(0))[None, :80]
+    ids = distinct(80, seed=0)
     for device in ("cpu", "cuda"):
         model = tiny_model("llama").to(device)
         eviction = small_policy(policy, model.config)
@@ -125,7 +125,7 @@ def test_the_allocator_refuses_and_the_conversation_can_go_on(tokens):
 @pytest.mark.parametrize("policy", EVICTING)
 def test_replayed_blocks_equal_eager_ones(policy, positions, tokens):
     # No token twice: in the first layer their keys would have the same norm, and either could go.
-    ids = 3 + torch.randperm(216, generator=torch.Generator().manual_seed(1))[None].cuda()
+    ids = distinct(216, of=216).cuda()
     model = tiny_model("llama", vocab_size=256).cuda()
     kept, logits, replayed = [], [], []
     for graphs in (True, False):
@@ -137,8 +137,7 @@ def test_replayed_blocks_equal_eager_ones(policy, positions, tokens):
         replayed.append(loop.graphs and {kind.length for kind in loop.graphs.captured})
         cache.pin([(206, 207)])
         logits.append(torch.stack([*rows, loop.prefill(ids[:, 206:])]).float())
-        segments = [s for layer in cache.capped_layers for s in layer.segments]
-        kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
+        kept.append(kept_by(loop))
         assert cache.seen == 216
         if graphs:
             # What only the eager engine does is captured once it is full, unless slots move.
@@ -154,7 +153,7 @@ def test_replayed_blocks_equal_eager_ones(policy, positions, tokens):
 @pytest.mark.parametrize("policy", ["keydiff", "snapkv", "calidrop"])
 def test_replayed_tokens_know_what_leaves_first_and_what_last(policy):
     """Graphs are not captured anew when regions change, where rows have them on the device."""
-    ids = 3 + torch.randperm(216, generator=torch.Generator().manual_seed(1))[None].cuda()
+    ids = distinct(216, of=216).cuda()
     model, kept = tiny_model("llama", vocab_size=256).cuda(), []
     for graphs in (True, False):
         cache = kvcap.BudgetCache(model.config, 64, 16, small_policy(policy, model.config))
@@ -168,8 +167,7 @@ def test_replayed_tokens_know_what_leaves_first_and_what_last(policy):
         cache.regions.add({"tool results": [(178, 188)]})
         for i in range(190, 206):
             loop.read(ids[:, i : i + 1])
-        segments = [s for layer in cache.capped_layers for s in layer.segments]
-        kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
+        kept.append(kept_by(loop))
         assert all({*range(20)} < set(head) for head in kept[-1])
         assert not any({*range(165, 176)} & set(head) for head in kept[-1])
         if graphs and cache.by_rows:
@@ -184,7 +182,7 @@ def test_replayed_tokens_know_what_leaves_first_and_what_last(policy):
 )
 def test_several_blocks_are_replayed_in_one_pass(policy, positions, monkeypatch):
     monkeypatch.setattr(cuda_graphs, "PASS", 50)  # three blocks of 16
-    ids = 3 + torch.randperm(240, generator=torch.Generator().manual_seed(1))[None].cuda()
+    ids = distinct(240, of=240).cuda()
     model = tiny_model("llama", vocab_size=256).cuda()
     kept, logits = [], []
     for graphs in (True, False):
@@ -196,8 +194,7 @@ def test_several_blocks_are_replayed_in_one_pass(policy, positions, monkeypatch)
             rows += [loop.prefill(ids[:, :235])]
             rows += [loop.read(ids[:, i : i + 1]) for i in range(235, 240)]
         logits.append(torch.stack(rows))
-        segments = [s for layer in cache.capped_layers for s in layer.segments]
-        kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
+        kept.append(kept_by(loop))
         if graphs:
             assert 48 in {kind.length for kind in loop.graphs.captured}
             assert loop.execution == "CUDA graphs"
@@ -210,7 +207,7 @@ def test_several_blocks_are_replayed_in_one_pass(policy, positions, monkeypatch)
 @pytest.mark.parametrize("policy", ["adakv", "cake", "criticalkv-adakv", "headkv"])
 def test_prompts_that_end_within_a_block_are_replayed(policy):
     """One graph replays them, whatever their lengths."""
-    ids = 3 + torch.randperm(600, generator=torch.Generator().manual_seed(1))[None].cuda()
+    ids = distinct(600, of=600).cuda()
     model = tiny_model("llama", vocab_size=640).cuda()
     kept, logits = [], []
     for graphs in (True, False):
@@ -223,8 +220,7 @@ def test_prompts_that_end_within_a_block_are_replayed(policy):
                 rows.append(loop.prefill(ids[:, start:stop]))
                 start = stop
         logits.append(torch.stack(rows))
-        segments = [s for layer in cache.capped_layers for s in layer.segments]
-        kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
+        kept.append(kept_by(loop))
         if graphs:
             assert loop.graphs.failed is None
             assert sum(kind.need_logits for kind in loop.graphs.captured) >= 1
@@ -264,7 +260,7 @@ def test_a_cache_is_filled_by_graphs(policy, dtype, tokens):
 
 @pytest.mark.parametrize("kind", ["int8", "int8-int4", "int4"])
 def test_quantised_slots_are_replayed(kind):
-    ids = 3 + torch.randperm(240, generator=torch.Generator().manual_seed(1))[None].cuda()
+    ids = distinct(240, of=240).cuda()
     model, kept, logits = tiny_model("llama", vocab_size=256).cuda(), [], []
     for graphs in (True, False):
         cache = kvcap.BudgetCache(model.config, 64, 16, kv_dtype=kind)
@@ -276,8 +272,7 @@ def test_quantised_slots_are_replayed(kind):
             rows += [loop.prefill(ids[:, 60:180])]
             rows += [loop.read(ids[:, i : i + 1]) for i in range(180, 200)]
         logits.append(torch.stack(rows))
-        segments = [s for layer in cache.capped_layers for s in layer.segments]
-        kept.append([set(head.tolist()) for s in segments for head in s.positions[0]])
+        kept.append(map(set, kept_by(loop)))
         if graphs:
             assert {kind.length for kind in loop.graphs.captured} >= {16, 1}
             assert loop.execution == "CUDA graphs"
@@ -303,7 +298,7 @@ def test_replayed_decoding_of_every_family(family, tokens):
 @pytest.mark.parametrize("policy", ["keydiff", "dropkv"])
 @pytest.mark.parametrize("name", sorted((ALL | ELSEWHERE).keys() - FAMILIES))
 def test_other_families_answer_as_on_the_cpu(name, policy):
-    ids = 3 + torch.randperm(90, generator=torch.Generator().manual_seed(1))[None]
+    ids = distinct(90)
     logits = []
     for device, graphs in (("cpu", False), ("cuda", False), ("cuda", True)):
         model = model_of(name).to(device)
