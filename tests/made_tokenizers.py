@@ -27,12 +27,13 @@ class Wrapped:
         return self.chat_template
 
 
-def gemma_like() -> Tokenizer:
-    """Make a tokenizer like Gemma's: spaces are letters, and a letter without a token is bytes."""
-    return _with_bytes(
-        normalizers.Replace(" ", "▁"),
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()],
-    )
+def gemma_like(*more: tuple[str, str]) -> Tokenizer:
+    """Make a tokenizer like Gemma's: spaces are letters, and a letter without a token is bytes.
+
+    It merges `more` pairs of letters, too.
+    """
+    decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return _with_bytes(normalizers.Replace(" ", "▁"), decoding, more)
 
 
 def llama_like() -> Tokenizer:
@@ -95,9 +96,11 @@ MADE: dict[str, Callable[[], Tokenizer]] = {
 
 
 def _with_bytes(
-    normalizer: normalizers.Normalizer | None, decoding: list[decoders.Decoder]
+    normalizer: normalizers.Normalizer | None,
+    decoding: list[decoders.Decoder],
+    more: tuple[tuple[str, str], ...] = (),
 ) -> Tokenizer:
-    merges = [("▁", "a"), ("▁", "P"), ("▁P", "a"), ("a", "r"), ("▁", "▁")]
+    merges = [("▁", "a"), ("▁", "P"), ("▁P", "a"), ("a", "r"), ("▁", "▁"), *more]
     pairs = ["".join(pair) for pair in merges]
     vocabulary = {name: i for i, name in enumerate([*SPECIAL, *BYTES, "▁", *LETTERS, *pairs])}
     model = models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)

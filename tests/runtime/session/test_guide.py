@@ -13,11 +13,12 @@ import pytest
 from batches import together
 from hypothesis import given
 from hypothesis import strategies as st
-from made_tokenizers import Wrapped
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from made_tokenizers import Wrapped, gemma_like
+from make import DOOR
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tools import pocket_runtime
 from toy_engine import ToyEngine, session_of
 
-import kvcap
 from kvcap import pocket
 from kvcap.runtime.errors import ExtraMissing, SchemaRefused
 from kvcap.runtime.session import guide as guides
@@ -28,12 +29,6 @@ from kvcap.runtime.session.tool_calls import schema_of_call
 
 pytest.importorskip("llguidance")
 
-CODE = {
-    "type": "object",
-    "properties": {"door": {"enum": ["blue", "red"]}, "code": {"type": "integer"}},
-    "required": ["door", "code"],
-    "additionalProperties": False,
-}
 NODE = {
     "type": "object",
     "properties": {
@@ -61,8 +56,8 @@ TRICKY: dict[str, Any] = {
     },
     "one of": {
         "oneOf": [
-            {**CODE, "properties": {"door": {"const": "blue"}, "code": {"type": "null"}}},
-            {**CODE, "properties": {"door": {"const": "red"}, "code": {"type": "integer"}}},
+            {**DOOR, "properties": {"door": {"const": "blue"}, "code": {"type": "null"}}},
+            {**DOOR, "properties": {"door": {"const": "red"}, "code": {"type": "integer"}}},
         ]
     },
     "letters": {"type": "string", "minLength": 3, "maxLength": 6},
@@ -93,18 +88,8 @@ TRICKY: dict[str, Any] = {
 
 
 def with_bytes() -> Tokenizer:
-    """As SentencePiece's are: spaces are letters, a letter that has no token is its bytes."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
-    pieces += [*'abcdefghijklmnopqrstuvwxyz0123456789{}[]":,.-_é\n', '{"', '":', '",', '"}', "▁a"]
-    vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    merges = [("{", '"'), ('"', ":"), ('"', ","), ('"', "}"), ("▁", "a")]
-    model = models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    tokenizer.add_special_tokens([AddedToken(x, special=True) for x in ("<unk>", "<s>", "</s>")])
+    """As SentencePiece's are, with tokens of several letters of JSON."""
+    tokenizer = gemma_like(("{", '"'), ('"', ":"), ('"', ","), ('"', "}"))
     tokenizer.add_tokens([AddedToken("<tool_call>", normalized=False)])  # a text like any other
     return tokenizer
 
@@ -320,7 +305,7 @@ def test_other_settings_choose_among_what_is_allowed(runtime, options):
 
 def test_an_answer_that_is_cut_says_so(runtime):
     session = session_of(runtime)
-    session.set_generation(json_schema=CODE, max_new_tokens=3)
+    session.set_generation(json_schema=DOOR, max_new_tokens=3)
     assert "".join(session.send("Hello!")).startswith("{")
     assert session.turn.finish_reason == "length"
     session.set_generation(max_new_tokens=200, stop_strings=["door"])
@@ -330,11 +315,11 @@ def test_an_answer_that_is_cut_says_so(runtime):
 
 def test_an_answer_begun_is_not_disturbed_by_the_next_one(runtime):
     session = session_of(runtime)
-    session.set_generation(json_schema=CODE, max_new_tokens=200)
+    session.set_generation(json_schema=DOOR, max_new_tokens=200)
     first = session.send("Hello!")
     begun = next(first) + next(first)
     session.send("This is refused or begun by its first token only.")
-    check(begun + "".join(first), CODE)
+    check(begun + "".join(first), DOOR)
 
 
 @pytest.mark.parametrize(
@@ -420,7 +405,7 @@ def test_without_the_library_the_extra_is_named(runtime, monkeypatch):
 
 CALL = {
     "type": "object",
-    "properties": {"name": {"const": "add"}, "arguments": CODE},
+    "properties": {"name": {"const": "add"}, "arguments": DOOR},
     "required": ["name", "arguments"],
     "additionalProperties": False,
 }
@@ -524,14 +509,12 @@ def test_a_tokenizer_that_the_library_cannot_read_is_refused():
 
 
 def test_rows_of_a_batch_are_held_to_schemas_of_their_own():
-    runtime = kvcap.Runtime.from_pretrained(
-        "pocket", budget_tokens=24, block_size=16, dtype="float32", device="cpu"
-    )
+    runtime = pocket_runtime(budget=24)
     held: list[dict[str, Any]] = [
-        {"json_schema": CODE},
+        {"json_schema": DOOR},
         {},
         {"regex": "(ab|ba){2,30}"},
-        {"json_schema": CODE, "logprobs": 1, "do_sample": True},
+        {"json_schema": DOOR, "logprobs": 1, "do_sample": True},
     ]
 
     def sessions() -> list[Any]:
@@ -547,8 +530,8 @@ def test_rows_of_a_batch_are_held_to_schemas_of_their_own():
     question = "What is the code for the blue door?"
     answers = together(batch, several, [question] * 4)
     assert answers == ["".join(session.send(question)) for session in sessions()]
-    check(answers[0], CODE)
-    check(answers[3], CODE)
+    check(answers[0], DOOR)
+    check(answers[3], DOOR)
     assert re.fullmatch("(ab|ba){2,30}", answers[2])
     assert answers[1][0] not in "{["
     assert "".join(one.text for one in several[3].logprobs) == answers[3]
