@@ -191,6 +191,13 @@ def samplers(seed: int = 0, **options: Any) -> tuple[Sampler, NumpySampler]:
     )
 
 
+def drawn(both: tuple[Sampler, NumpySampler], row: Any, history: Any, *more: Any) -> list[int]:
+    """Return the tokens that samplers of both backends draw by logits [1, V]."""
+    one, other = both
+    theirs = one.next(torch.from_numpy(row), torch.from_numpy(history), *more)
+    return [int(theirs.item()), int(other.next(row.copy(), history, *more).item())]
+
+
 def numpy_scores(sampler: NumpySampler, logits: Any, history: Any) -> Any:
     """Return the scores [V] that a NumPy sampler makes of logits [V]; -inf is never drawn."""
     scores = logits.copy()

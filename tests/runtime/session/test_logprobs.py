@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_tokenizers import Wrapped, byte_level
 from tokenizers import Tokenizer
-from toy_engine import ToyEngine, samplers, session_of
+from toy_engine import ToyEngine, drawn, samplers, session_of
 
 from kvcap import pocket
 from kvcap.runtime.session.logprobs import Logprob, Logprobs, TokenTexts
@@ -85,25 +86,31 @@ def test_tokens_come_with_their_text_and_not_those_of_a_stop_string(runtime):
     assert len("".join(texts)) <= len(text) + 1  # some tokenizers begin a text with a space
 
 
+class Changed:
+    """A sampler of which every token is changed."""
+
+    recipe = None
+
+    def __init__(self, sampler: Any, change: Callable[[Any], Any]) -> None:
+        self.sampler, self.change = sampler, change
+        self.logprobs = sampler.logprobs
+
+    def next(self, *given: Any) -> Any:
+        return self.change(self.sampler.next(*given))
+
+
+def with_changed(runtime: Any, change: Callable[[Any], Any]) -> None:
+    plain = runtime.sampler
+    runtime.sampler = lambda *given: Changed(plain(*given), change)
+
+
 def test_a_stop_string_that_only_the_end_of_the_answer_completes():
     """Of a letter that was begun, U+FFFD is left; what is before the string has its tokens."""
     known = byte_level()
     engine = ToyEngine(64, tokenizer=Wrapped(known))
-    drawn = [known.token_to_id(name) for name in ("b", "a", "Ã")]
-
-    class Drawing:
-        def __init__(self, sampler: Any) -> None:
-            self.sampler, self.recipe, self.drawn = sampler, None, iter(drawn)
-
-        def next(self, *given: Any) -> Any:
-            return self.sampler.next(*given) * 0 + next(self.drawn)
-
-        def logprobs(self, *given: Any) -> Any:
-            return self.sampler.logprobs(*given)
-
+    names = iter([known.token_to_id(name) for name in ("b", "a", "Ã")])
     session = session_of(engine)
-    plain = engine.sampler
-    engine.sampler = lambda *given: Drawing(plain(*given))  # type: ignore[method-assign]
+    with_changed(engine, lambda token: token * 0 + next(names))
     session.set_generation(stop_strings=["a\ufffd"], logprobs=0, max_new_tokens=3)
     assert "".join(session.complete("b")) == "b"
     assert (session.turn.finish_reason, session.turn.stop_string) == ("stop", "a\ufffd")
@@ -116,29 +123,14 @@ def test_a_special_token_can_be_a_stop_string(runtime):
     list(session.send("Hello!"))
     first = session.logprobs[0].token
     backend = session.runtime.tokenizer.backend_tokenizer
-    special = backend.token_to_id("<|pad|>")
+    special = backend.token_to_id("<|pad|>")  # which is the first token drawn
 
-    class Swapped:  # the first token drawn is <|pad|>
-        def __init__(self, sampler: Any) -> None:
-            self.sampler, self.recipe = sampler, None
-
-        def next(self, *given: Any) -> Any:
-            token = self.sampler.next(*given)
-            return token * 0 + special if token.item() == first else token
-
-        def logprobs(self, *given: Any) -> Any:
-            return self.sampler.logprobs(*given)
-
-    plain = session.runtime.sampler
     session.clear()
-    session.runtime.sampler = lambda *given: Swapped(plain(*given))
-    try:
-        session.set_generation(stop_strings=["<|pad|>", "never"])
-        assert "".join(session.send("Hello!")) == ""
-        assert (session.turn.finish_reason, session.turn.stop_string) == ("stop", "<|pad|>")
-        assert session.logprobs == []
-    finally:
-        del session.runtime.sampler
+    with_changed(runtime, lambda token: token * 0 + special if token.item() == first else token)
+    session.set_generation(stop_strings=["<|pad|>", "never"])
+    assert "".join(session.send("Hello!")) == ""
+    assert (session.turn.finish_reason, session.turn.stop_string) == ("stop", "<|pad|>")
+    assert session.logprobs == []
 
 
 def test_texts_and_bytes_of_single_tokens():
@@ -220,17 +212,11 @@ def test_only_what_is_allowed_is_drawn(logits, allowed, greedy, seed):
     if not some[: len(logits)].any():
         return
     row, history = np.array([logits], np.float32), np.array([[0]])
-    torch_one, numpy_one = samplers(seed, do_sample=not greedy, temperature=2.0, top_k=2, top_p=0.9)
-    one = torch_one.next(torch.from_numpy(row), torch.from_numpy(history), some)
-    other = numpy_one.next(row.copy(), history, some)
-    assert some[one.item()]
-    assert some[other.item()]
+    both = samplers(seed, do_sample=not greedy, temperature=2.0, top_k=2, top_p=0.9)
+    tokens = drawn(both, row, history, some)
+    assert some[tokens].all()
     if greedy:
-        assert (
-            row[0, one.item()]
-            == row[0, other.item()]
-            == row[0, : len(some)][some[: len(row[0])]].max()
-        )
+        assert (row[0, tokens] == row[0, : len(some)][some[: len(row[0])]].max()).all()
 
 
 @given(
@@ -242,16 +228,12 @@ def test_only_what_is_allowed_is_drawn(logits, allowed, greedy, seed):
 def test_penalties_are_those_of_openai(logits, ids, presence, frequency):
     """Logit − presence · (it was said) − frequency · (times that it was said)."""
     row, history = np.array([logits], np.float32), np.array([[0, 1]])
-    torch_one, numpy_one = samplers(presence_penalty=presence, frequency_penalty=frequency)
+    both = samplers(presence_penalty=presence, frequency_penalty=frequency)
     expected = row[0].copy()
     for token in set(ids):
         expected[token] -= np.float32(presence) + np.float32(frequency) * ids.count(token)
-    for one in (
-        torch_one.next(torch.from_numpy(row), torch.from_numpy(history), None, ids),
-        numpy_one.next(row.copy(), history, None, ids),
-    ):
-        assert expected[one.item()] >= expected.max() - 1e-4
-    assert torch_one.recipe == numpy_one.recipe == (() if presence == frequency == 0 else None)
+    assert (expected[drawn(both, row, history, None, ids)] >= expected.max() - 1e-4).all()
+    assert [one.recipe for one in both] == [() if presence == frequency == 0 else None] * 2
     assert row[0].tolist() == np.array(logits, np.float32).tolist()  # others may read them
 
 
@@ -277,18 +259,13 @@ def test_a_penalised_answer_repeats_itself_less(runtime):
 )
 def test_biases_are_added_to_logits(logits, biases):
     row, history = np.array([logits], np.float32), np.array([[0, 1]])
-    torch_one, _ = samplers(logit_bias=biases)
     by_text = {str(token): bias for token, bias in biases.items()}  # as a file has them
-    _, numpy_one = samplers(logit_bias=by_text)
+    both = samplers(logit_bias=biases)[0], samplers(logit_bias=by_text)[1]
     expected = row[0].copy()
     for token, bias in biases.items():
         expected[token] += np.float32(bias)
-    for one in (
-        torch_one.next(torch.from_numpy(row), torch.from_numpy(history)),
-        numpy_one.next(row.copy(), history),
-    ):
-        assert expected[one.item()] >= expected.max() - 1e-4
-    assert torch_one.recipe == numpy_one.recipe == (None if biases else ())
+    assert (expected[drawn(both, row, history)] >= expected.max() - 1e-4).all()
+    assert [one.recipe for one in both] == [None if biases else ()] * 2
 
 
 def test_a_prompt_is_only_read_and_its_tokens_are_noted_where_all_logits_are_given(runtime):

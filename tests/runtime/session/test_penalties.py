@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import GenerationConfig
+from toy_engine import drawn, samplers
 
 import kvcap
-from kvcap.runtime.backends import numpy_sampler
-from kvcap.runtime.backends.pytorch import sampler
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.penalties import ALLOWED, BASE, LONGEST, penalties
 from kvcap.runtime.types import ModelKind
@@ -35,23 +31,16 @@ def test_dry_is_by_the_longest_passage_that_would_go_on(ids: list[int], presence
 
 
 @pytest.mark.parametrize(
-    ("again", "dry", "drawn"),
+    ("again", "dry", "token"),
     [(ALLOWED, 0.8, 9), (ALLOWED, 0, ALLOWED), (ALLOWED - 1, 0.8, ALLOWED - 1)],
 )
-def test_both_samplers_leave_a_passage_that_was_said(again: int, dry: float, drawn: int) -> None:
+def test_both_samplers_leave_a_passage_that_was_said(again: int, dry: float, token: int) -> None:
     ids = [*range(12), *range(again)]
     logits = np.zeros((1, 16), np.float32)
     logits[0, again], logits[0, 9] = 1.0, 0.9
-    history = np.array([ids])
-    config = settings.copied(GenerationConfig())
-    config.update(dry_multiplier=dry)
-    one: Any = sampler.Sampler(config, torch.Generator())
-    other: Any = numpy_sampler.NumpySampler(
-        numpy_sampler.Generation(dry_multiplier=dry), np.random.default_rng(0)
-    )
-    assert one.next(torch.from_numpy(logits), torch.from_numpy(history), None, ids).item() == drawn
-    assert other.next(logits.copy(), history, None, ids).item() == drawn
-    assert one.recipe == other.recipe == (None if dry else ())
+    both = samplers(dry_multiplier=dry)
+    assert drawn(both, logits, np.array([ids]), None, ids) == [token] * 2
+    assert [one.recipe for one in both] == [None if dry else ()] * 2
 
 
 def test_a_chat_by_pytorch_draws_by_all_mild_settings() -> None:

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import tiny_chat
 import torch
 import yaml
 from conftest import as_cache, small_policy, tiny_config, tiny_model
@@ -291,9 +290,8 @@ def _names(layer) -> str:
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory):
-    folder = tiny_chat.save(tmp_path_factory.mktemp("chat"))
-    return kvcap.Runtime.from_pretrained(folder, budget_tokens=48, block_size=16, device="cpu")
+def chat(chat_model):
+    return kvcap.Runtime.from_pretrained(chat_model, budget_tokens=48, block_size=16, device="cpu")
 
 
 def turns(session, count: int, fault=None) -> None:

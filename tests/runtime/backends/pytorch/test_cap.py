@@ -9,7 +9,6 @@ import weakref
 from contextlib import nullcontext
 
 import pytest
-import tiny_chat
 import torch
 from conftest import CACHE, FAMILIES, as_cache, small_policy, tiny_config, tiny_model
 from families import OLD, model_of
@@ -88,12 +87,10 @@ def test_generate_says_what_the_block_loop_says(family, policy, options, given, 
     assert out[0, 41:].tolist() == expected
 
 
-def test_a_pipeline(tmp_path):
-    tiny_chat.save(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+def test_a_pipeline(chat_model):
+    model = AutoModelForCausalLM.from_pretrained(chat_model, dtype=torch.float32)
     prompts = ["The door is blue. " * 20, "Tell me more about the weather. " * 15]
-    made = pipeline("text-generation", tmp_path.as_posix())
-    tokenizer = made.tokenizer
+    tokenizer = pipeline("text-generation", chat_model).tokenizer
     capped = kvcap.cap(model, 32, 16)
     before, after = (pipeline("text-generation", model, tokenizer=tokenizer) for _ in range(2))
     seen = []
@@ -162,12 +159,10 @@ TAKEN = {
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory):
+def chat(chat_model):
     """A small random model, and its tokenizer."""
-    folder = tmp_path_factory.mktemp("chat")
-    tiny_chat.save(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval(), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(chat_model, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(chat_model)
 
 
 @pytest.mark.parametrize("name", TAKEN)
