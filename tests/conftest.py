@@ -281,6 +281,12 @@ class Command:
         out, err = self.capsys.readouterr()
         return code, out, err
 
+    def document(self, *arguments: str, code: int = 0, stdin: bytes = b"") -> Any:
+        """Run a command with --json; return what it prints."""
+        got, out, err = self(*arguments, "--json", stdin=stdin)
+        assert got == code, err
+        return json.loads(out)
+
     def refused(self, *arguments: str, code: int = 2, stdin: bytes = b"") -> str:
         """Run a command that is to be refused in one line of stderr; return that."""
         got, out, err = self(*arguments, stdin=stdin)

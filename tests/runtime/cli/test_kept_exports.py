@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import threading
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -44,9 +45,7 @@ def made(tmp_path, monkeypatch):
 
 @pytest.fixture
 def model(tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(pocket.path(), folder)
-    return folder
+    return shutil.copytree(pocket.path(), tmp_path / "model")
 
 
 def test_the_cache_folder_is_the_users_own(monkeypatch, tmp_path):
@@ -56,24 +55,22 @@ def test_the_cache_folder_is_the_users_own(monkeypatch, tmp_path):
     assert cache_folder() == Path.home() / ".cache" / "kvcap" / "exports"
 
 
-def test_an_export_is_listed_and_removed_by_the_name_that_the_user_gave(made, monkeypatch, capsys):
-    def listed() -> list[str]:
-        capsys.readouterr()
-        assert run(["cache", "list", "--json"]) == 0
-        return sorted(one["model"] for one in json.loads(capsys.readouterr().out))
+def test_an_export_is_listed_and_removed_by_the_name_that_the_user_gave(made, monkeypatch, kvcap):
+    def models() -> list[str]:
+        return sorted(one["model"] for one in kvcap.document("cache", "list"))
 
     kept_export("pocket", "int8", Budget())
     downloaded = {"repository": "models--Qwen--Qwen3--0.6B", "revision": "1"}
     monkeypatch.setattr(kept_exports, "_model", lambda model: downloaded)
     kept_export("Qwen/Qwen3--0.6B", "int8", Budget())
-    assert listed() == ["Qwen/Qwen3--0.6B", "pocket"]
-    assert run(["cache", "clear", "pocket"]) == 0
-    assert listed() == ["Qwen/Qwen3--0.6B"]
-    assert run(["cache", "clear", "Qwen/Qwen3--0.6B"]) == 0
-    assert listed() == []
+    assert models() == ["Qwen/Qwen3--0.6B", "pocket"]
+    assert kvcap("cache", "clear", "pocket")[0] == 0
+    assert models() == ["Qwen/Qwen3--0.6B"]
+    assert kvcap("cache", "clear", "Qwen/Qwen3--0.6B")[0] == 0
+    assert models() == []
 
 
-def test_exports_of_a_model_share_their_weights_and_are_told_apart(made, monkeypatch, capsys):
+def test_exports_of_a_model_share_their_weights_and_are_told_apart(made, monkeypatch, kvcap):
     def export(command, **_):
         out = Path(command[command.index("-o") + 1])
         out.mkdir()
@@ -82,17 +79,12 @@ def test_exports_of_a_model_share_their_weights_and_are_told_apart(made, monkeyp
         (out / MANIFEST).write_text(json.dumps(file_facts(out)))
         return subprocess.CompletedProcess(command, 0)
 
-    def listed() -> list[str]:
-        capsys.readouterr()
-        assert run(["cache", "list"]) == 0
-        return capsys.readouterr().out.splitlines()
-
     monkeypatch.setattr(kept_exports.subprocess, "run", export)
     first, second = (kept_export("pocket", "int8", Budget(budget_tokens=n)) for n in (64, 128))
     other = kept_export("pocket", "int4", Budget(policy="knorm", sink_tokens=2))
     assert (first / "weights").samefile(second / "weights")
     assert not (first / "weights").samefile(other / "weights")
-    *rows, total = listed()
+    *rows, total = kvcap("cache", "list")[1].splitlines()
     labels = sorted(row.partition("pocket: ")[2] for row in rows)
     assert labels == [
         "int4, knorm, 256 slots, blocks of 128, sink_tokens 2, made just now",
@@ -100,28 +92,22 @@ def test_exports_of_a_model_share_their_weights_and_are_told_apart(made, monkeyp
         "int8, lagkv, 64 slots, blocks of 128, made just now",
     ]
     assert [float(row.split()[0]) for row in (*rows, total)] == [1.9, 1.9, 1.9, 3.8]
-    assert run(["cache", "clear", "pocket"]) == 0
-    assert "removed 3 folders, 3.8 MiB" in capsys.readouterr().out
+    assert "removed 3 folders, 3.8 MiB" in kvcap("cache", "clear", "pocket")[1]
 
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_plan_exports_nothing_and_says_the_bytes_that_an_export_has(
-    weights, tmp_path, monkeypatch, capsys
+    weights, tmp_path, monkeypatch, kvcap
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    given = argv("pocket --weights {} --budget-tokens 40 --block-size 16 --json", weights)
+    given = argv("plan pocket --weights {} --budget-tokens 40 --block-size 16", weights)
 
-    def planned() -> dict:
-        capsys.readouterr()
-        assert run(["plan", *given]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    before = planned()
+    before = kvcap.document(*given)
     assert not cache_folder().exists()
     assert before.pop("weights_from") == "config, estimated"
     kept_export("pocket", weights, Budget(budget_tokens=40, block_size=16), quiet=True)
-    after = planned()
+    after = kvcap.document(*given)
     assert after.pop("weights_from") == "the manifest"
     assert before["weights"] == pytest.approx(after["weights"], rel=0.02)
     assert before["cache_bytes"] == after["cache_bytes"]
@@ -137,20 +123,12 @@ def test_it_is_made_once_and_again_when_something_in_it_differs(model, made, cap
     assert kept_export(str(model), "int4", Budget()) == first
     assert len(made) == 1
     assert capsys.readouterr().err == ""
-    others = [
-        kept_export(str(model), "int8", Budget()),
-        *(
-            kept_export(str(model), "int4", Budget(**given))
-            for given in (
-                {"budget_tokens": 64},
-                {"block_size": 16},
-                {"positions": "true"},
-                {"policy": "knorm"},
-                {"sink_tokens": 4},
-                {"policy_option": ["anchor=median"]},
-            )
-        ),
+    budgets = [
+        *({"budget_tokens": 64}, {"block_size": 16}, {"positions": "true"}, {"policy": "knorm"}),
+        *({"sink_tokens": 4}, {"policy_option": ["anchor=median"]}),
     ]
+    others = [kept_export(str(model), "int4", Budget(**given)) for given in budgets]
+    others.append(kept_export(str(model), "int8", Budget()))
     config = model / "config.json"
     config.write_text(config.read_text() + " ")
     others.append(kept_export(str(model), "int4", Budget()))
@@ -232,19 +210,15 @@ def test_an_export_without_a_manifest_of_this_kvcap_is_made_again(manifest, tmp_
 
 def test_two_at_once_make_it_once(model, made, capsys):
     started = threading.Barrier(2)
-    exports = []
 
-    def one():
+    def one(_):
         started.wait()
-        exports.append(kept_export(str(model), "int4", Budget()))
+        return kept_export(str(model), "int4", Budget())
 
-    threads = [threading.Thread(target=one) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(one, range(2))
     assert len(made) == 1
-    assert exports[0] == exports[1]
+    assert first == second
 
 
 def test_an_export_that_fails_ends_with_its_code(model, made, monkeypatch):
@@ -264,7 +238,7 @@ def test_no_room_on_the_disk(model, made, monkeypatch):
     assert not made
 
 
-def test_what_cannot_be(model, made, tmp_path, capsys):
+def test_what_cannot_be(model, made, tmp_path, kvcap):
     export = tmp_path / "export"
     export.mkdir()
     (export / MANIFEST).write_text("{}")
@@ -282,9 +256,7 @@ def test_what_cannot_be(model, made, tmp_path, capsys):
              "No such file": ["--weights", "int4", "--calibrate", str(tmp_path / "none")],
     }  # fmt: skip
     for says, arguments in wrong.items():
-        assert run(["generate", "pocket", "Hello!", *arguments]) == 2
-        (line,) = capsys.readouterr().err.splitlines()  # and no note on an export before it
-        assert says in line
+        assert says in kvcap.refused("generate", "pocket", "Hello!", *arguments)
     assert not made
 
 

@@ -189,18 +189,15 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(command, option, va
 
 
 def test_the_plan_shows_and_counts_the_index(kvcap):
-    def plan(*options: str) -> str:
-        code, out, _ = kvcap("plan", "pocket", *options)
-        assert code == 0
-        return str(out)
-
-    without = json.loads(plan("--recall", "off", "--json"))
+    without = kvcap.document("plan", "pocket", "--recall", "off")
     assert (without["recall_store"], without["recall_tokens"]) == (0, 0)
-    assert json.loads(plan("--budget-tokens", "600", "--json"))["recall_tokens"] == 200
-    assert "takes at most 128 of the 256 slots" in plan("--budget-tokens", "256")
-    smaller = json.loads(plan("--recall-store", "1MiB", "--json"))
+    larger = kvcap.document("plan", "pocket", "--budget-tokens", "600")
+    assert larger["recall_tokens"] == 200
+    text = kvcap("plan", "pocket", "--budget-tokens", "256")[1]
+    assert "takes at most 128 of the 256 slots" in text
+    smaller = kvcap.document("plan", "pocket", "--recall-store", "1MiB")
     assert smaller["recall_store"] == 1 << 20
     assert smaller["cache_bytes"] == without["cache_bytes"]
     index = (1 << 20) + smaller["word_vectors"]
     assert smaller["total_bytes"] == without["total_bytes"] + index
-    assert re.search(r"^index of evicted text +8\.0 MiB +8,388,608 +at most", plan(), re.MULTILINE)
+    assert re.search(r"^index of evicted text +8\.0 MiB +8,388,608 +at most", text, re.MULTILINE)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import psutil
 import pytest
 
 from kvcap import Runtime
-from kvcap.cli import run
 from kvcap.runtime.memory.free_memory import FreeMemory, free_memory, process_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -53,17 +51,15 @@ def test_a_cgroup_full_of_page_cache(tmp_path):
     assert "box" in free.source
 
 
-def test_the_plan_says_what_is_free(tmp_path, monkeypatch, capsys):
+def test_the_plan_says_what_is_free(tmp_path, monkeypatch, kvcap):
     free = free_memory(full_of_page_cache(tmp_path))
     monkeypatch.setattr("kvcap.runtime.cli.commands.free_memory", lambda: free)
-    assert run(["plan", "pocket", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = kvcap.document("plan", "pocket")
     assert (printed["free_bytes"], printed["free_by"]) == (30 * GIB, "the limit of cgroup box")
-    assert run(["plan", "pocket", "--kv-budget", "1", "--json"]) == 3
-    assert json.loads(capsys.readouterr().out)["free_bytes"] == 30 * GIB
+    assert kvcap.document("plan", "pocket", "--kv-budget", "1", code=3)["free_bytes"] == 30 * GIB
     with pytest.warns(UserWarning, match="32,212,254,720 are free .the limit of cgroup box."):
-        assert run(["plan", "pocket", "--memory-cap", "40GiB"]) == 0
-    assert "30.0 GiB  32,212,254,720  the limit of cgroup box" in capsys.readouterr().out
+        text = kvcap("plan", "pocket", "--memory-cap", "40GiB")[1]
+    assert "30.0 GiB  32,212,254,720  the limit of cgroup box" in text
 
 
 def test_a_run_that_there_is_no_memory_for_is_warned_of(monkeypatch):

@@ -14,12 +14,13 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from conftest import tiny_config
 from make import argv
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tools import goes_on
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
@@ -55,7 +56,7 @@ LLAMA3, QWEN2, TEKKEN = (  # as the tokenizer.json of these models has it
         r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     )
 )
-HEADS, KV_HEADS, LAYERS, HIDDEN, MLP = 4, 2, 2, 64, 96
+HEADS, LAYERS, HIDDEN = 4, 2, 64  # as of all small models
 
 
 def write(
@@ -81,18 +82,8 @@ def write(
 
     tokenizer = AutoTokenizer.from_pretrained(pocket.path())
     words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
-    config = LlamaConfig(
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        hidden_size=HIDDEN,
-        num_key_value_heads=KV_HEADS,
-        intermediate_size=MLP,
-        vocab_size=len(words),
-        rms_norm_eps=1e-5,
-        attention_bias=biases,
-        mlp_bias=biases,
-        max_position_embeddings=256,
-    )
+    sizes = {"vocab_size": len(words), "attention_bias": biases, "mlp_bias": biases}
+    config = tiny_config("llama", rms_norm_eps=1e-5, **sizes)
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
     weights = model.state_dict()
@@ -101,9 +92,9 @@ def write(
     writer.add_context_length(256)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(MLP)
+    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
+    writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(HIDDEN // HEADS)
@@ -211,13 +202,12 @@ def test_biases_of_a_file_are_the_models(tmp_path):
         ({"extra": "output_scale"}, r": output_scale;"),
     ],
 )
-def test_tensors_that_a_model_does_not_use_are_refused_by_name(tmp_path, capsys, given, named):
+def test_tensors_that_a_model_does_not_use_are_refused_by_name(tmp_path, kvcap, given, named):
     path = tmp_path / "x.gguf"
     write(path, **given)
     with pytest.raises(UnsupportedModel, match=named):
         load_config(str(path))
-    assert run(["plan", str(path), "--backend", "torch"]) == 2
-    assert "does not use" in capsys.readouterr().err
+    assert "does not use" in kvcap.refused("plan", str(path), "--backend", "torch")
 
 
 HARD = "\n 5\r\n\n  a  1234567 We'LL don't HELLOworld's x+=\t\t\"//\n\n    caf\u00e9 \u6f22\u304b. "
@@ -249,13 +239,12 @@ def test_text_is_split_as_a_file_names_it(tmp_path, name, true):
 
 @needs_gguf
 @pytest.mark.parametrize(("name", "message"), [("next", "as 'next'"), ("", "does not say how")])
-def test_an_unknown_way_to_split_text_is_refused(tmp_path, capsys, name, message):
+def test_an_unknown_way_to_split_text_is_refused(tmp_path, kvcap, name, message):
     path = tmp_path / "x.gguf"
     write(path, splits=name)
     with pytest.raises(UnsupportedModel, match=f"{message}.*known: llama3, "):
         load_tokenizer(str(path))
-    assert run(["chat", str(path), "--backend", "torch"]) == 2
-    assert "tokenizer.ggml.pre" in capsys.readouterr().err
+    assert "tokenizer.ggml.pre" in kvcap.refused("chat", str(path), "--backend", "torch")
 
 
 @needs_gguf
@@ -373,19 +362,16 @@ def test_fields_and_tensors_are_those_that_the_package_reads(tmp_path, version):
 
 
 @needs_gguf
-def test_it_chats_and_says_what_it_becomes(file, tmp_path, capsys):
+def test_it_chats_and_says_what_it_becomes(file, tmp_path, kvcap):
     plan = ["plan", file, "--backend", "torch", "--budget-tokens", "32", "--dtype", "float32"]
-    assert run(plan) == 0
-    output = capsys.readouterr().out
+    output = kvcap(*plan)[1]
     assert "of Q8_0 in the file become" in output
     assert "of float32 in memory" in output
-    assert run([*plan, "--json"]) == 0
-    planned = json.loads(capsys.readouterr().out)
+    planned = kvcap.document(*plan)
     assert planned["file_type"] == "Q8_0"
     assert planned["file_bytes"] < planned["weights"] / 3
     command = ["generate", file, "one two three", "--max-new-tokens", "4", "--device", "cpu"]
-    assert run([*command, "--backend", "torch"]) == 0
-    assert "of Q8_0 in the file become" in capsys.readouterr().err
+    assert "of Q8_0 in the file become" in kvcap(*command, "--backend", "torch")[2]
     runtime = Runtime.from_pretrained(file, budget_tokens=32, block_size=16, device="cpu")
     assert runtime.plan.weights == held_weights(runtime.model).nbytes
     own = AutoTokenizer.from_pretrained(pocket.path())
@@ -394,13 +380,7 @@ def test_it_chats_and_says_what_it_becomes(file, tmp_path, capsys):
     assert runtime.tokenizer(text, **bare).input_ids == own(text, **bare).input_ids
     # transformers 4.57 takes the token that opens a text for the one that ends it, too.
     assert end_tokens(runtime.generation) - {own.bos_token_id} == {own.eos_token_id}
-    session = runtime.session(seed=0)
-    session.set_generation(max_new_tokens=4, temperature=0)
-    "".join(session.send("one two three four five six seven eight nine ten " * 4))
-    assert session.stats.held_tokens <= 32 < session.stats.seen_tokens
-    session.save(tmp_path / "session.kvcap")
-    again = type(session).load(runtime, tmp_path / "session.kvcap")
-    assert "".join(session.send("more")) == "".join(again.send("more"))
+    goes_on(runtime, tmp_path)
 
 
 @needs_gguf
@@ -439,16 +419,15 @@ def test_an_export_is_that_of_the_unpacked_model(file, tmp_path):
     assert tensors[0] == tensors[1]
 
 
-def test_who_asks_onnx_runtime_for_it_is_told_what_runs_it(tmp_path, capsys):
+def test_who_asks_onnx_runtime_for_it_is_told_what_runs_it(tmp_path, kvcap):
     path = tmp_path / "x.gguf"
     path.write_bytes(b"GGUF and more")
-    assert run(["plan", str(path), "--backend", "onnxruntime"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = kvcap.refused("plan", str(path), "--backend", "onnxruntime")
     assert "llama.cpp's library runs by default" in line
 
 
 @needs_gguf
-def test_it_is_evaluated_and_says_what_it_becomes(file, tmp_path, capsys):
+def test_it_is_evaluated_and_says_what_it_becomes(file, tmp_path, kvcap):
     command = argv(
         "eval {} --backend torch --policies keydiff --budgets 32 --block-size "
         "16 --tasks perplexity,niah_single --lengths 128 --samples 2 "
@@ -456,16 +435,16 @@ def test_it_is_evaluated_and_says_what_it_becomes(file, tmp_path, capsys):
         file,
         tmp_path,
     )
-    assert run(command) == 0
-    output = capsys.readouterr()
-    assert "of Q8_0 in the file become" in output.err
-    perplexity, recall = json.loads(output.out)
+    code, out, err = kvcap(*command)
+    assert code == 0
+    assert "of Q8_0 in the file become" in err
+    perplexity, recall = json.loads(out)
     assert 1 < perplexity["score"] < 1e6
     assert 0 <= recall["score"] <= 1
 
 
 @needs_gguf
-def test_an_answer_ends_at_the_control_token_that_its_template_writes(tmp_path, capsys):
+def test_an_answer_ends_at_the_control_token_that_its_template_writes(tmp_path, kvcap):
     """Which is none of those that the fields name."""
     path, own = tmp_path / "model.gguf", AutoTokenizer.from_pretrained(pocket.path())
     write(path, eos=own.pad_token_id)
@@ -473,13 +452,12 @@ def test_an_answer_ends_at_the_control_token_that_its_template_writes(tmp_path, 
     runtime = Runtime.from_pretrained(path, budget_tokens=32, block_size=16, device="cpu")
     ends = end_tokens(runtime.generation) - {own.bos_token_id}
     assert ends == {own.pad_token_id, own.eos_token_id}
-    assert run(["plan", str(path), "--backend", "torch", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)["end_tokens"]
+    printed = kvcap.document("plan", str(path), "--backend", "torch")["end_tokens"]
     assert {end["text"] for end in printed} - {own.bos_token} == {own.pad_token, own.eos_token}
 
 
 @needs_gguf
-def test_what_is_damaged_or_foreign_is_named(file, tmp_path, capsys):
+def test_what_is_damaged_or_foreign_is_named(file, tmp_path, kvcap):
     whole = Path(file).read_bytes()
     path = tmp_path / "x.gguf"
     version, counts = b"GGUF" + struct.pack("<I", 99), b"\xff" * 16
@@ -488,8 +466,7 @@ def test_what_is_damaged_or_foreign_is_named(file, tmp_path, capsys):
         path.write_bytes(data)
         with pytest.raises(ModelFilesBroken, match="damaged GGUF file or was cut short"):
             load_config(str(path))
-        assert run(["plan", str(path), "--backend", "torch"]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+        kvcap.refused("plan", str(path), "--backend", "torch")
     write_fields(path, endian=">")
     with pytest.raises(UnsupportedModel, match="big-endian"):
         load_config(str(path))
@@ -517,9 +494,7 @@ def test_what_is_damaged_or_foreign_is_named(file, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("read", [load_config, load_tokenizer, gguf_files.header])
-def test_the_missing_package_is_named_before_anything_is_loaded(
-    read, tmp_path, monkeypatch, capsys
-):
+def test_the_missing_package_is_named_before_anything_is_loaded(read, tmp_path, monkeypatch, kvcap):
     path = tmp_path / "x.gguf"
     path.write_bytes(b"GGUF and more")
     monkeypatch.setattr(gguf_files, "NEEDED", ("gguf_that_is_not_there", "accelerate"))
@@ -527,8 +502,7 @@ def test_the_missing_package_is_named_before_anything_is_loaded(
         ExtraMissing, match=r"needs gguf_that_is_not_there.* not installed here.*'\.\[gguf\]'"
     ):
         read(str(path))
-    assert run(["chat", str(path), "--backend", "torch"]) == 1
-    assert "'.[gguf]'" in capsys.readouterr().err
+    assert "'.[gguf]'" in kvcap.refused("chat", str(path), "--backend", "torch", code=1)
 
 
 def test_a_tokenizer_that_cuts_up_its_own_words_is_refused():

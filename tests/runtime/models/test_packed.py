@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ import torch
 from conftest import tiny_model
 from families import ALL, ELSEWHERE, OLD, STATES, model_of
 from safetensors.torch import load_file, save_file
+from tools import goes_on
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from kvcap import BudgetCache, MemoryPlan, Runtime, Session
-from kvcap.cli import run
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.errors import PlanInfeasible, SessionFileForeign, UnsupportedModel
 from kvcap.runtime.models import files, packed, packed_matrix
@@ -140,11 +139,8 @@ def test_families_run_and_hold_what_is_planned(family, tmp_path, tokens):
     ids, logits = tokens(24), []
     for loaded in (model, plain):
         loop = BlockLoop(loaded, BudgetCache(loaded.config, 12, 4), graphs=False)
-        own_logits = [
-            loop.prefill(ids[:, :20]),
-            *(loop.read(ids[:, i : i + 1]) for i in range(20, 24)),
-        ]
-        logits.append(torch.stack(own_logits, 1))
+        own_logits = map(loop.read, ids[:, 20:].split(1, 1))
+        logits.append(torch.stack([loop.prefill(ids[:, :20]), *own_logits], 1))
     torch.testing.assert_close(logits[0], logits[1], rtol=2e-3, atol=2e-3)
 
 
@@ -200,16 +196,9 @@ def test_modules_of_other_kinds_stay():
     class Own(nn.Linear):
         pass
 
-    model = nn.ModuleDict(
-        {
-            "own": Own(32, 32),
-            "gate": nn.Linear(32, 32),
-            "kv_b_proj": nn.Linear(32, 32),
-            "shared": nn.Embedding(32, 32),
-            "head": Own(32, 32),
-            "plain": nn.Linear(32, 32),
-        }
-    )
+    kinds = {"own": Own, "gate": nn.Linear, "kv_b_proj": nn.Linear, "shared": nn.Embedding}
+    kinds |= {"head": Own, "plain": nn.Linear}
+    model = nn.ModuleDict({name: kind(32, 32) for name, kind in kinds.items()})
     model["head"].weight = model["shared"].weight  # of which one cannot be packed
     pack(model, "int8")
     changed = [name for name, module in model.items() if isinstance(module, PackedLinear)]
@@ -217,33 +206,20 @@ def test_modules_of_other_kinds_stay():
     assert type(model["shared"]) is nn.Embedding
 
 
-def answer(runtime: Runtime) -> str:
-    session = runtime.session()
-    session.set_generation(max_new_tokens=4, temperature=0)
-    text = "".join(session.send("one two three four five six seven eight nine ten " * 8))
-    assert session.stats.held_tokens <= 32 < session.stats.seen_tokens
-    return text
-
-
 @pytest.mark.parametrize("kind", NAMES)
-def test_the_plan_is_what_is_held_and_a_cap_counts_it(kind, chat_model):
+def test_the_plan_is_what_is_held_and_a_cap_counts_it(kind, chat_model, tmp_path):
     sizes: dict[str, Any] = {"budget_tokens": 32, "block_size": 16}
     runtime = Runtime.from_pretrained(chat_model, weights=kind, **sizes)
-    plan = MemoryPlan.of(
-        load_config(chat_model),
-        headers=read_headers(chat_model),
-        weights=kind,
-        rehearse=True,
-        **sizes,
-    )
+    config, headers = load_config(chat_model), read_headers(chat_model)
+    plan = MemoryPlan.of(config, headers=headers, weights=kind, rehearse=True, **sizes)
     assert plan.weights == runtime.plan.weights == held_weights(runtime.model).nbytes
     assert plan.weights_dtype == runtime.plan.weights_dtype == kind
     assert runtime.device_label.endswith(f"{kind} weights")
-    answer(runtime)
+    goes_on(runtime, tmp_path)
     assert runtime.with_policy_name("snapkv", {"window": 4}).plan.weights == plan.weights
     capped = Runtime.from_pretrained(chat_model, weights=kind, memory_cap="8GiB", **sizes)
     assert capped.plan.weights == plan.weights
-    answer(capped.with_budget(24))
+    goes_on(capped.with_budget(24), tmp_path)
 
 
 def test_a_session_goes_on_under_the_same_weights_alone(chat_model, tmp_path):
@@ -304,22 +280,16 @@ def test_a_build_without_products_or_with_wrong_ones_is_named(wrong, chat_model,
         packed._fault.cache_clear()
 
 
-def test_the_command_line_runs_them_in_pytorch(capsys):
+def test_the_command_line_runs_them_in_pytorch(kvcap):
     given = ["pocket", "--weights", "int4", "--backend", "torch", "--budget-tokens", "64"]
-    assert run(["plan", *given, "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["weights_dtype"] == "int4"
+    assert kvcap.document("plan", *given)["weights_dtype"] == "int4"
     question = ["The code for the blue door is 4821. What is the code for the blue door?"]
-    more = ["--temperature", "0", "--max-new-tokens", "24", "--json"]
-    assert run(["generate", given[0], *question, *given[1:], *more]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert "4821" in printed["text"]
-    assert run(["plan", *given]) == 0
-    assert "int4 weights" in capsys.readouterr().out
+    more = ["--temperature", "0", "--max-new-tokens", "24"]
+    assert "4821" in kvcap.document("generate", given[0], *question, *given[1:], *more)["text"]
+    assert "int4 weights" in kvcap("plan", *given)[1]
     for wrong, why in (
         (["--device", "meta"], "meta"),
         (["--calibrate", "text.txt"], "--calibrate is for exports"),
         (["--policy", "criticalkv"], "without criticalkv"),
     ):
-        assert run(["generate", given[0], "Hello!", *given[1:], *wrong]) == 2
-        assert why in capsys.readouterr().err
+        assert why in kvcap.refused("generate", given[0], "Hello!", *given[1:], *wrong)

@@ -13,7 +13,6 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from kvcap import Runtime
-from kvcap.cli import run
 from kvcap.runtime.session.ends import End, closing_tokens, end_ids, ends_of
 
 WORDS = ["<unk>", "<s>", "</s>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|return|>"]
@@ -105,17 +104,13 @@ def test_an_answer_ends_at_the_token_that_no_settings_name(raw, tmp_path, monkey
     assert text.split() == ["a", "b"]
 
 
-def test_the_plan_says_where_answers_end(tmp_path, capsys):
+def test_the_plan_says_where_answers_end(tmp_path, kvcap):
     where = saved(tmp_path, 7)
-    assert run(["plan", where, "--json"]) == 0
-    planned = json.loads(capsys.readouterr().out)["end_tokens"]
     ends = [{"id": i, "text": WORDS[i]} for i in (7, 2, 3)]
-    assert planned == ends
-    assert run(["plan", where]) == 0
-    assert "answers end at <|return|> (7), </s> (2), <|end|> (3)\n" in capsys.readouterr().out
+    assert kvcap.document("plan", where)["end_tokens"] == ends
+    assert "answers end at <|return|> (7), </s> (2), <|end|> (3)\n" in kvcap("plan", where)[1]
     for file in ("tokenizer.json", "generation_config.json"):
         (tmp_path / file).unlink()
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": 5}))
-    assert run(["plan", where]) == 0
-    assert "answers end at token 5\n" in capsys.readouterr().out
+    assert "answers end at token 5\n" in kvcap("plan", where)[1]

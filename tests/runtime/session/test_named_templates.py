@@ -10,7 +10,6 @@ import pytest
 from tiny_chat import save
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
-from kvcap.cli import run
 from kvcap.runtime.cli.options import CHAT_TEMPLATE
 from kvcap.runtime.errors import ChatTemplateMissing
 from kvcap.runtime.session.ends import closing_tokens
@@ -99,17 +98,17 @@ def test_a_file_is_a_template_and_what_fails_is_refused_at_once(tmp_path):
         use_template(some, str(tmp_path / "none"))
 
 
-def test_the_command_line_takes_a_template_for_a_model_without(tmp_path, capsys):
+def test_the_command_line_takes_a_template_for_a_model_without(tmp_path, kvcap):
     model = save(tmp_path / "model", template=False)
     command = ["generate", model, "Hello!", "--max-new-tokens", "2", "--quiet"]
-    assert run(command) == 2
-    assert "--chat-template" in capsys.readouterr().err
+    assert "--chat-template" in kvcap.refused(*command)
     with pytest.warns(UserWarning, match="no token of this model"):
-        assert run([*command, "--chat-template", "chatml"]) == 0
-    assert run([*command, "--chat-template", "no-such"]) == 2
-    assert "neither a file nor one of" in capsys.readouterr().err
-    assert run([*command, "--raw", "--chat-template", "chatml"]) == 2
-    assert "leave --raw out" in capsys.readouterr().err
+        assert kvcap(*command, "--chat-template", "chatml")[0] == 0
+    for given, says in (
+        (["--chat-template", "no-such"], "neither a file nor one of"),
+        (["--raw", "--chat-template", "chatml"], "leave --raw out"),
+    ):
+        assert says in kvcap.refused(*command, *given)
 
 
 @pytest.mark.filterwarnings("ignore:the chat template")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny_gguf
+from conftest import Command
 from llama_reference import loaded, needs_library, runtime_of
 
 from kvcap.runtime.backends.llamacpp import library as libraries
@@ -19,28 +19,22 @@ from kvcap.runtime.errors import ExtraMissing, LibraryUnusable, ModelFilesBroken
 pytestmark = needs_library
 
 Files = Callable[..., Path]
-Run = Callable[..., tuple[int, str, str]]
 
 
-def test_commands_run_a_file(gguf: Files, kvcap: Run) -> None:
+def test_commands_run_a_file(gguf: Files, kvcap: Command) -> None:
     file = str(gguf())
-    code, out, err = kvcap(
-        *("generate", file, "Hello", "--max-new-tokens", "8", "--budget-tokens", "64"),
-        *("--temperature", "0", "--json"),
-    )
-    assert code == 0, err
-    assert json.loads(out)
-    code, out, err = kvcap("plan", file, "--budget-tokens", "64", "--json")
-    assert code == 0, err
-    plan = json.loads(out)
+    budget = ("--budget-tokens", "64")
+    given = ("--max-new-tokens", "8", "--temperature", "0")
+    assert kvcap.document("generate", file, "Hello", *given, *budget)
+    plan = kvcap.document("plan", file, *budget)
     row = 3 * 2 * 2 * 64 * 2
     assert plan["cache_bytes"] == 256 * row  # 64 slots and a block that fills the page
     assert "llama.cpp" in plan["library"]
-    code, out, err = kvcap("plan", file, "--budget-tokens", "64")
+    code, out, err = kvcap("plan", file, *budget)
     assert code == 0, err
     assert "runs by llama.cpp" in out
     assert "3 layers of tiny (0M weights, " in out
-    code, out, err = kvcap("chat", file, "--budget-tokens", "64", stdin=b"Hi\n/stats\n")
+    code, out, err = kvcap("chat", file, *budget, stdin=b"Hi\n/stats\n")
     assert code == 0, err
     assert out
 
@@ -61,14 +55,14 @@ def test_commands_run_a_file(gguf: Files, kvcap: Run) -> None:
     ],
 )
 def test_options_that_llamacpp_has_not_are_refused_by_name(
-    gguf: Files, kvcap: Run, arguments: tuple[str, ...], words: str
+    gguf: Files, kvcap: Command, arguments: tuple[str, ...], words: str
 ) -> None:
     code, _, err = kvcap("generate", str(gguf()), "Hello", *arguments)
     assert code
     assert words in " ".join(err.split())
 
 
-def test_other_models_are_refused(gguf: Files, kvcap: Run, tmp_path: Path) -> None:
+def test_other_models_are_refused(gguf: Files, kvcap: Command, tmp_path: Path) -> None:
     code, _, err = kvcap("generate", "pocket", "Hello", "--backend", "llamacpp")
     assert code
     assert "runs GGUF files" in err
@@ -84,7 +78,7 @@ def test_other_models_are_refused(gguf: Files, kvcap: Run, tmp_path: Path) -> No
 
 
 def test_without_a_library_it_is_said_how_to_get_one(
-    gguf: Files, kvcap: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gguf: Files, kvcap: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     with pytest.raises(LibraryUnusable, match=f"no libllama lies in .*{VARIABLE}"):
@@ -131,7 +125,7 @@ def test_a_version_or_layout_that_was_not_tried_is_refused(
     ],
 )
 def test_a_chat_draws_mildly_where_a_file_names_no_setting(
-    fields: dict[str, float], says: str, first: str, kvcap: Run, tmp_path: Path
+    fields: dict[str, float], says: str, first: str, kvcap: Command, tmp_path: Path
 ) -> None:
     file = str(tiny_gguf.written(tmp_path, fields=fields))
     assert f"a chat draws by {says}" in kvcap("plan", file)[1]

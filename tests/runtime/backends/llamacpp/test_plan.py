@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -14,7 +13,6 @@ import pytest
 import tiny_gguf
 from llama_reference import loaded, needs_library, runtime_of, text_ids
 
-from kvcap.cli import run
 from kvcap.runtime.backends.llamacpp.context import Context
 from kvcap.runtime.backends.llamacpp.library import PAGE, load_library
 from kvcap.runtime.backends.llamacpp.model import LlamaModel
@@ -170,11 +168,10 @@ def test_memory_is_taken_before_the_system_refuses_it(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_long_request_is_tokenised_within_the_bytes_planned(gguf: Files, capsys: Any) -> None:
+def test_a_long_request_is_tokenised_within_the_bytes_planned(gguf: Files, kvcap: Any) -> None:
     """A server plans the bytes of the tokenizer that it uses, with no more room than it needs."""
     file, nbytes = gguf(), 1 << 20
-    assert run(["plan", str(file), "--serve", "--budget-tokens", "64", "--json"]) == 0
-    serve = json.loads(capsys.readouterr().out)["serve"]
+    serve = kvcap.document("plan", str(file), "--serve", "--budget-tokens", "64")["serve"]
     planned = serve["tokenising_bytes"] // serve["body_bytes"]
     tokenizer = loaded(file).tokenizer
 
