@@ -53,11 +53,9 @@ def test_quantised_slots_are_planned_taken_and_refused_by_name(kvcap, model):
     plans = {}
     for kind in ("int8", "int8-int4", "int4"):
         given = ("--kv-budget", "40KiB", "--block-size", "16", "--kv-dtype", kind)
-        code, out, _ = kvcap("plan", model, *given, "--json")
-        plans[kind] = json.loads(out)
-        assert (code, plans[kind]["kv_dtype"]) == (0, kind)
-        code, out, err = kvcap("generate", model, "Hello!", *given, "--max-new-tokens", "3")
-        assert code == 0, err
+        plans[kind] = kvcap.document("plan", model, *given)
+        assert plans[kind]["kv_dtype"] == kind
+        assert kvcap("generate", model, "Hello!", *given, "--max-new-tokens", "3")[0] == 0
     assert plans["int8"]["budget_tokens"] < plans["int8-int4"]["budget_tokens"]
     assert plans["int8-int4"]["budget_tokens"] < plans["int4"]["budget_tokens"]
     assert "int5" in kvcap.refused("plan", model, "--kv-dtype", "int5")
@@ -134,11 +132,7 @@ def test_generate_takes_its_prompt_in_every_way(model, kvcap, tmp_path):
 def test_generate_json(every, waiting, model, kvcap):
     """On a CPU an answer evicts every 64 tokens, or every block, from slots of the same bytes."""
     budget = ("--budget-tokens", "16", "--block-size", "8", "--device", "cpu", *every)
-    code, out, _ = kvcap(
-        "generate", model, "word " * 60, "--json", "--max-new-tokens", "8", *budget
-    )
-    document = json.loads(out)
-    assert code == 0
+    document = kvcap.document("generate", model, "word " * 60, "--max-new-tokens", "8", *budget)
     assert set(document) == {"text", "finish_reason", "usage", "recalled", "kv", "timing"}
     assert document["finish_reason"] == "length"
     assert document["usage"]["completion_tokens"] == 8
@@ -164,13 +158,12 @@ def test_answers_fit_a_schema_however_it_is_given(model, kvcap, tmp_path):
     assert ways == [ways[0]] * 3
     assert ways[0][::2] == (0, "")
     assert set(json.loads(ways[0][1])) <= {"a", "b"}
-    code, out, _ = kvcap(*rest[:-1], "--regex", "[0-9]{4}", "--json", "--logprobs", "2")
-    document = json.loads(out)
-    assert (code, len(document["text"]), document["finish_reason"]) == (0, 4, "stop")
+    document = kvcap.document(*rest[:-1], "--regex", "[0-9]{4}", "--logprobs", "2")
+    assert (len(document["text"]), document["finish_reason"]) == (4, "stop")
     assert "".join(one["token"] for one in document["logprobs"]) == document["text"]
     assert {len(one["top_logprobs"]) for one in document["logprobs"]} == {2}
-    code, out, _ = kvcap(*rest, schema, "--json", "--stop", "]")
-    assert (json.loads(out)["stop_string"], json.loads(out)["finish_reason"]) == ("]", "stop")
+    document = kvcap.document(*rest, schema, "--stop", "]")
+    assert (document["stop_string"], document["finish_reason"]) == ("]", "stop")
 
 
 @pytest.mark.parametrize(
@@ -320,8 +313,7 @@ def test_the_command_line_is_not_blamed_on_the_environment(model, kvcap, monkeyp
 
 @pytest.mark.parametrize("dtype", ["float16", "fp16", "half", "FP16", "torch.float16"])
 def test_types_have_the_names_that_people_use(dtype, model, kvcap):
-    document = json.loads(kvcap("plan", model, "--dtype", dtype, "--json")[1])
-    assert document["dtype"] == "float16"
+    assert kvcap.document("plan", model, "--dtype", dtype)["dtype"] == "float16"
     assert dtypes.short(dtype) == "fp16"
 
 
@@ -402,9 +394,7 @@ def test_a_plan_says_why_blocks_are_larger_on_a_gpu(kvcap, monkeypatch):
 
 
 def test_plan(model, kvcap):
-    code, out, _ = kvcap("plan", model, "--kv-budget", "64KiB", "--json")
-    document = json.loads(out)
-    assert code == 0
+    document = kvcap.document("plan", model, "--kv-budget", "64KiB")
     assert document["fits"] is True
     assert 0 < document["cache_bytes"] <= 64 * 1024
     code, out, _ = kvcap("plan", model, "--kv-budget", "64KiB")
@@ -428,20 +418,20 @@ def test_plan_says_what_waits_for_the_next_eviction(model, kvcap):
 
 
 def test_plan_says_what_an_uncapped_cache_takes_and_the_least_that_works(model, kvcap):
-    document = json.loads(kvcap("plan", model, "--json")[1])
+    document = kvcap.document("plan", model)
     shape = json.loads(Path(model, "config.json").read_text())
     token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * 4
     trained = shape["max_position_embeddings"]
     assert document["uncapped_tokens"] == trained
     assert document["uncapped_bytes"] == token * trained
-    longer = json.loads(kvcap("plan", model, "--json", "--context", "5000")[1])
+    longer = kvcap.document("plan", model, "--context", "5000")
     assert (longer["uncapped_tokens"], longer["uncapped_bytes"]) == (5000, 5000 * token)
     least = str(document["least_kv_budget"])
     assert kvcap("plan", model, "--kv-budget", least)[0] == 0
-    code, out, _ = kvcap("plan", model, "--kv-budget", str(int(least) - 1), "--json")
-    assert (code, json.loads(out)["least_kv_budget"]) == (3, int(least))
+    less = kvcap.document("plan", model, "--kv-budget", str(int(least) - 1), code=3)
+    assert less["least_kv_budget"] == int(least)
     assert document["least_memory_cap"] % (1 << 20) == 0
-    assert json.loads(kvcap("plan", model, "--memory-cap", "1MiB", "--json")[1])["least_memory_cap"]
+    assert kvcap.document("plan", model, "--memory-cap", "1MiB", code=3)["least_memory_cap"]
     out = kvcap("plan", model, "--context", "5000")[1]
     assert "keys and values of 5,000 tokens would take" in out
     assert f"{5000 * token:,} bytes" in out
@@ -460,9 +450,7 @@ def test_plan_that_cannot_be(model, kvcap):
 
 
 def test_policies(kvcap):
-    code, out, _ = kvcap("policies", "--json")
-    rows = {row["name"]: row for row in json.loads(out)["policies"]}
-    assert code == 0
+    rows = {row["name"]: row for row in kvcap.document("policies")["policies"]}
     assert {"keydiff", "h2o", "full"} <= set(rows)
     assert rows["h2o"]["state_bytes_per_slot"] == 4
     assert rows["h2o"]["window_queries"] is None
@@ -580,10 +568,10 @@ def test_a_line_of_another_code_is_refused_and_the_chat_goes_on(model, kvcap):
 
 def test_a_mark_of_the_byte_order_is_no_letter(model, kvcap, tmp_path):
     """Windows writes one at the beginning of files and pipes."""
-    mark, short = b"\xef\xbb\xbf", ("--max-new-tokens", "2", "--json")
+    mark, short = b"\xef\xbb\xbf", ("--max-new-tokens", "2")
     (tmp_path / "marked").write_bytes(mark + b"Hello!\n")
     tokens = {
-        json.loads(kvcap(*command, *short, stdin=stdin)[1])["usage"]["prompt_tokens"]
+        kvcap.document(*command, *short, stdin=stdin)["usage"]["prompt_tokens"]
         for command, stdin in [
             (("generate", "-m", model), b"Hello!\n"),
             (("generate", "-m", model), mark + b"Hello!\n"),
@@ -636,10 +624,9 @@ def test_full_without_a_budget_goes_on_to_the_end_of_the_models_context(kvcap):
     """Not to the 256 slots that other policies have."""
     plan = kvcap("plan", "pocket", "--policy", "full")[1]
     assert "16,384 slots of a context of 16,384 tokens" in plan
-    arguments = ("The door is blue. " * 60, "--max-new-tokens", "3", "--json", "-q")
-    code, out, err = kvcap("generate", "pocket", *arguments, "--policy", "full")
-    assert code == 0, err
-    assert json.loads(out)["kv"]["held_tokens"] > 300
+    arguments = ("The door is blue. " * 60, "--max-new-tokens", "3", "-q")
+    document = kvcap.document("generate", "pocket", *arguments, "--policy", "full")
+    assert document["kv"]["held_tokens"] > 300
 
 
 def test_a_reached_cap_keeps_what_was_said(model, kvcap):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
-from pathlib import Path
 from random import Random
 from unittest.mock import patch
 
 import pytest
 import torch
-from click.testing import CliRunner
 from conftest import tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +17,6 @@ from make import argv, in_python, ran
 from tiny_chat import save
 
 import kvcap
-from kvcap.cli import application
 from kvcap.pocket.prose import filler
 from kvcap.runtime.errors import MemoryCapExceeded, PlanInfeasible
 from kvcap.runtime.memory import cap_guard
@@ -81,17 +77,14 @@ def test_what_does_not_fit_is_refused_with_what_would(steady):
 
 
 @pytest.mark.slow
-def test_the_command_line(tmp_path):
-    runner = CliRunner()
-    cap = str(process_bytes() + LOADING + 100 * MIB)
-    done = runner.invoke(application(), ["plan", "pocket", "--memory-cap", cap, "--json"])
-    assert done.exit_code == 0, done.output
-    printed = json.loads(done.stdout)
+def test_the_command_line(kvcap):
+    given = ("plan", "pocket", "--memory-cap", str(process_bytes() + LOADING + 100 * MIB))
+    printed = kvcap.document(*given)
     assert printed["rehearsed"]
-    assert printed["total_bytes"] <= int(cap)
-    shown = runner.invoke(application(), ["plan", "pocket", "--memory-cap", cap])
-    assert "measured here" in shown.stdout
-    assert "dry run" in shown.stdout
+    assert printed["total_bytes"] <= int(given[-1])
+    shown = kvcap(*given)[1]
+    assert "measured here" in shown
+    assert "dry run" in shown
 
 
 @pytest.mark.slow
@@ -117,12 +110,11 @@ def test_a_cap_that_is_advised_is_taken_by_a_process_a_little_larger(policy, bud
 @pytest.fixture(scope="module")
 def least():
     """The least cap on a process that a plan of pocket names, which is taken when fed back."""
-    command = [sys.executable, "-m", "kvcap"]
-    env = {**os.environ, "PYTHONPATH": str(Path(kvcap.__file__).parents[1])}
-    refused = ran([*command, "plan", "pocket", "--memory-cap", "1MiB"], env=env)
+    command = [sys.executable, *argv("-m kvcap plan pocket --memory-cap")]
+    refused = ran([*command, "1MiB"])
     assert refused.returncode == 3
     size = refused.stderr.split("raise it to ")[1].split(", or")[0]
-    fed_back = ran([*command, "plan", "pocket", "--memory-cap", size], env=env)
+    fed_back = ran([*command, size])
     assert fed_back.returncode == 0, fed_back.stderr
     return parse_bytes(size)
 
@@ -134,7 +126,6 @@ def test_a_process_stays_under_its_cap(enforce, least, tmp_path):
     """The whole way: a long document, the largest cache that fits, the peak of a fresh process."""
     lines = filler(Random(1))
     (tmp_path / "long.txt").write_text(" ".join(next(lines) for _ in range(200)))
-    env = {**os.environ, "PYTHONPATH": str(Path(kvcap.__file__).parents[1])}
     cap = least + 8 * MIB
     # The peak of a child by rusage begins at its parent's, so the child reads its own.
     code = (
@@ -142,17 +133,8 @@ def test_a_process_stays_under_its_cap(enforce, least, tmp_path):
         "try:\n    runpy.run_module('kvcap', run_name='__main__', alter_sys=True)\n"
         "finally:\n    print(open('/proc/self/status').read(), file=sys.stderr)\n"
     )
-    done = ran(
-        argv(
-            "{} -c {} generate -f {} --memory-cap {} --enforce {} --max-new-tokens 4 --json",
-            sys.executable,
-            code,
-            tmp_path / "long.txt",
-            cap,
-            enforce,
-        ),
-        env=env,
-    )
+    line = "generate -f {} --memory-cap {} --enforce {} --max-new-tokens 4 --json"
+    done = in_python(code, *argv(line, tmp_path / "long.txt", cap, enforce))
     assert done.returncode == 0, done.stderr
     out = done.stdout
     peak = int(done.stderr.split("VmHWM:")[1].split()[0]) * 1024

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
 from conftest import FAMILIES, tiny_config, tiny_model
 from families import STATES, model_of
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
@@ -26,7 +25,6 @@ from safetensors.torch import load_file, save_file
 from tiny_chat import save
 
 from kvcap import KvcapError, Runtime
-from kvcap.cli import application, run
 from kvcap.runtime.errors import (
     ChatTemplateMissing,
     ModelFilesBroken,
@@ -132,25 +130,16 @@ def test_quantised_weights_stay_as_the_files_have_them():
     assert weigh(config, torch.float32, headers).nbytes == 10 + 14 + 12 + 4
 
 
-def test_no_weights_are_read(tmp_path, monkeypatch):
+def test_no_weights_are_read(tmp_path, monkeypatch, kvcap):
     """64 GiB that are not there: the file is as long as its header says, and empty."""
-    config = tiny_config(
-        "llama",
-        hidden_size=1024,
-        vocab_size=1 << 24,
-        tie_word_embeddings=True,
-        num_hidden_layers=1,
-        num_attention_heads=16,
-    )
+    sizes = {"hidden_size": 1024, "vocab_size": 1 << 24, "num_attention_heads": 16}
+    config = tiny_config("llama", **sizes, tie_word_embeddings=True, num_hidden_layers=1)
     config.save_pretrained(tmp_path)
     header, end = {}, 0
     for parameter in weights._parameters(weights.on_meta(config, torch.float32)):
         size = 4 * torch.Size(parameter.shape).numel()
-        header[parameter.names[0]] = {
-            "dtype": "F32",
-            "shape": parameter.shape,
-            "data_offsets": [end, end + size],
-        }
+        facts = {"dtype": "F32", "shape": parameter.shape, "data_offsets": [end, end + size]}
+        header[parameter.names[0]] = facts
         end += size
     text = json.dumps(header).encode()
     with (tmp_path / SINGLE).open("wb") as file:
@@ -160,19 +149,14 @@ def test_no_weights_are_read(tmp_path, monkeypatch):
     free = FreeMemory(8 << 30, "a test")
     monkeypatch.setattr("kvcap.runtime.cli.commands.free_memory", lambda: free)
     with pytest.warns(UserWarning, match="8,589,934,592 are free .a test.; the largest"):
-        done = CliRunner().invoke(
-            application(), ["plan", str(tmp_path), "--dtype", "bfloat16", "--json"]
-        )
-    printed = json.loads(done.stdout)
+        printed = kvcap.document("plan", str(tmp_path), "--dtype", "bfloat16")
     assert printed["weights"] == end // 2
     assert printed["free_bytes"] == 8 << 30
 
 
-def test_without_weights_the_config_is_counted(folder, capsys):
+def test_without_weights_the_config_is_counted(folder, kvcap):
     (folder / SINGLE).unlink()
-    assert run(["plan", str(folder), "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["weights_from"] == "config"
+    assert kvcap.document("plan", str(folder))["weights_from"] == "config"
     with pytest.raises(ModelFilesBroken, match="the weights of"):
         load(folder)
 
@@ -472,21 +456,21 @@ def test_a_models_own_code_is_never_run(folder, tmp_path):
     assert not mark.exists()
 
 
-def test_a_models_own_way_to_generate_is_refused(folder, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("custom_generate/generate.py", "remove that folder"),
+        ("evil.py", "tokenizer .* custom code"),
+    ],
+)
+def test_own_code_to_generate_or_of_a_tokenizer_is_refused(name, says, folder, tmp_path):
     mark = tmp_path / "mark"
-    (folder / "custom_generate").mkdir()
-    (folder / "custom_generate" / "generate.py").write_text(code(mark) + "generate = print\n")
-    with pytest.raises(ModelFilesBroken, match="remove that folder"):
-        load(folder)
-    assert not mark.exists()
-
-
-def test_a_tokenizers_own_code_is_never_run(folder, tmp_path):
-    mark = tmp_path / "mark"
-    (folder / "evil.py").write_text(code(mark))
-    change = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
-    update("tokenizer_config.json", **change)(folder)
-    with pytest.raises(ModelFilesBroken, match=r"tokenizer .* custom code"):
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(code(mark) + "generate = print\n")
+    if name == "evil.py":
+        own = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil"] * 2}}
+        update("tokenizer_config.json", **own)(folder)
+    with pytest.raises(ModelFilesBroken, match=says):
         load(folder)
     assert not mark.exists()
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from conftest import VOCABULARY, as_cache
+from conftest import SIZES as TEXT
+from conftest import as_cache
 from families import randomised
 from safetensors.torch import load_file, save_file
+from tools import goes_on, greedy
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 import kvcap
@@ -24,12 +25,7 @@ from kvcap.runtime.models.files import load_config, load_model
 from kvcap.runtime.models.states import KEPT
 from kvcap.runtime.models.weights import SINGLE, held_weights, read_headers, weigh
 from kvcap.runtime.models.wrappers import text_config, text_name
-from kvcap.runtime.session.session import Session
 
-TEXT = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 256, "pad_token_id": None, "bos_token_id": 1,
-        "eos_token_id": 2}  # fmt: skip
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -222,33 +218,17 @@ def chats(saved: Any, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen3_vl"])
-def test_it_chats_from_the_command_line_and_goes_on_from_a_file(name, saved, tmp_path, capsys):
+def test_it_chats_from_the_command_line_and_goes_on_from_a_file(name, saved, tmp_path, kvcap):
     where = chats(saved, name)
-    assert run(["plan", where, "--budget-tokens", "32", "--json"]) == 0
-    planned = json.loads(capsys.readouterr().out)
+    planned = kvcap.document("plan", where, "--budget-tokens", "32")
     assert planned["weights_from"] == "safetensors headers"
-    prompt = "one two three four five six seven eight nine ten " * 6
-    assert (
-        run(
-            ["generate", where, prompt, "--budget-tokens", "32", "--max-new-tokens", "4", "--quiet"]
-        )
-        == 0
-    )
+    given = ["--budget-tokens", "32", "--max-new-tokens", "4", "--quiet"]
+    assert kvcap("generate", where, "one two three " * 20, *given)[0] == 0
     runtime = Runtime.from_pretrained(where, budget_tokens=32, block_size=16, device="cpu")
-    session = runtime.session(seed=0)
-    session.set_generation(max_new_tokens=4, temperature=0)
-    "".join(session.send(prompt))
-    assert session.stats.held_tokens <= 32 < session.stats.seen_tokens
-    assert (
-        runtime.plan.cache_bytes - runtime.plan.sliding_layers
-        == session.loop.cache.allocation.nbytes
-    )
-    assert runtime.plan.weights == held_weights(runtime.model).nbytes
-    session.save(tmp_path / "session.kvcap")
-    other = Session.load(runtime, tmp_path / "session.kvcap")
-    for each in (session, other):
-        each.set_generation(max_new_tokens=8, temperature=0)
-    assert "".join(session.send("and more")) == "".join(other.send("and more"))
+    plan, cache = runtime.plan, runtime.session().loop.cache
+    assert plan.cache_bytes - plan.sliding_layers == cache.allocation.nbytes
+    assert plan.weights == held_weights(runtime.model).nbytes
+    goes_on(runtime, tmp_path)
 
 
 OLD_M_ROPE = pytest.mark.skipif(
@@ -263,12 +243,7 @@ LOADED = [pytest.param(name, marks=OLD_M_ROPE if name.startswith("qwen") else ()
 @pytest.mark.parametrize("name", LOADED)
 def test_a_capped_wrapper_generates_as_an_uncapped_one_below_the_budget(name, tokens):
     ids = tokens(30).clamp(max=89)
-    options = {
-        "max_new_tokens": 12,
-        "do_sample": False,
-        "pad_token_id": 2,
-        "attention_mask": torch.ones_like(ids),
-    }
+    options = greedy(ids, 12, eos_token_id=2)
     model = wrapper(name)
     expected = model.generate(ids, **options).tolist()
     model.set_attn_implementation(TEXT_ALONE)
@@ -297,14 +272,7 @@ def test_past_the_budget_a_wrapper_gives_what_its_text_model_gives(name, positio
         logits = loop.read(logits.argmax(-1, keepdim=True))
     assert loop.cache.held == 24
     with kvcap.cap(model, 24, 8, positions=positions) as capped:
-        out = model.generate(
-            ids,
-            max_new_tokens=10,
-            do_sample=False,
-            pad_token_id=2,
-            eos_token_id=None,
-            attention_mask=torch.ones_like(ids),
-        )
+        out = model.generate(ids, **greedy(ids, 10))
         assert capped.cache.held == 24
     assert out[0, 90:].tolist() == written
 
