@@ -576,23 +576,14 @@ def test_lines_typed_while_it_loads_are_messages_of_their_own(terminal: Any) -> 
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals are Unix's")
-def test_bytes_that_are_no_utf_8_end_no_chat(terminal: Any) -> None:
+def test_bytes_that_are_no_utf_8_end_no_chat_and_ctrl_c_twice_does(terminal: Any) -> None:
     at = terminal()
     at.wait_for(READY)
     at.seen = ""
     os.write(at.master, b"Hell\xe9\r")
     at.wait_for("cannot be read")
     at.wait_for(READY)  # with the line in it, to be changed
-    at.type("\x03/exit\r")
-    at.ends_with(0)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals are Unix's")
-def test_ctrl_c_twice_leaves(terminal: Any) -> None:
-    at = terminal()
-    at.wait_for(READY)
-    at.type("half a line\x03")
+    at.type("\x03half a line\x03")
     at.type("\x03")
     at.wait_for("Ctrl-C again leaves")
     at.type("\x03")

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from make import ran
+from make import DOOR, ran
 from region_checks import BUDGET, check_regions, check_thoughts_leave
 from tools import PATIENCE, made, operations, pocket_decoder, tiny_decoder  # noqa: F401
 
@@ -154,14 +154,13 @@ def test_decoders_say_and_keep_what_pytorch_does(exported, mode, budget):
 
 
 @pytest.mark.parametrize("ends", [[], [7]])
-def test_an_answer_ends_at_what_the_manifest_does_not_name(copied, ends, capsys):
+def test_an_answer_ends_at_what_the_manifest_does_not_name(copied, ends, kvcap):
     rewritten(copied, put(ends, "generation", "eos_token_id"))
     runtime = OrtRuntime.from_directory(copied)
     text = runtime.tokenizer.special_tokens_map["eos_token"]
     own = runtime.tokenizer.backend_tokenizer.token_to_id(text)
     assert end_tokens(runtime.session().generation) == {*ends, own}
-    assert run(["plan", str(copied), *ALWAYS, "--json"]) == 0
-    listed_ends = json.loads(capsys.readouterr().out)["end_tokens"]
+    listed_ends = kvcap.document("plan", str(copied), *ALWAYS)["end_tokens"]
     assert [end["id"] for end in listed_ends] == [*ends, own]
     assert listed_ends[-1]["text"] == text
 
@@ -259,26 +258,20 @@ def test_runs_where_neither_torch_nor_transformers_can_be_imported(tiny, exporte
         json.loads(done.stdout)
 
 
-def test_a_run_imports_neither_torch_nor_transformers(tiny):
-    arguments = ["generate", str(tiny / "decoder"), "Hi", *ALWAYS, "--max-new-tokens", "3"]
-    code = (
-        f"import sys\nfrom kvcap.cli import run\nassert run({arguments!r}) == 0\n"
-        "assert not {'torch', 'transformers', 'onnx'} & set(sys.modules)"
-    )
-    done = python("-c", code)
-    assert done.returncode == 0, done.stderr
-
-
 def test_without_pytorch_its_backend_is_missed_by_name():
     done = python("-c", f"{NO_TORCH}from kvcap.cli import run\nsys.exit(run(['generate', 'Hi']))")
     assert done.returncode == 1
     assert "torch is not installed" in done.stderr
 
 
-def test_no_telemetry(tiny, tmp_path):
+def test_a_run_imports_neither_torch_nor_transformers_and_sends_nothing(tiny, tmp_path):
     arguments = ["generate", str(tiny / "decoder"), "Hello!", *ALWAYS, "--max-new-tokens", "3"]
     homes = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = python("-m", "kvcap", *arguments, ORT_DISABLE_TELEMETRY="0", **homes)
+    code = (
+        "import sys\nfrom kvcap.cli import main\ntry:\n    main()\nfinally:\n"
+        "    assert not {'torch', 'transformers', 'onnx'} & set(sys.modules)"
+    )
+    done = python("-c", code, *arguments, ORT_DISABLE_TELEMETRY="0", **homes)
     assert done.returncode == 0, done.stderr
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
@@ -650,16 +643,10 @@ def both(exported: Callable[[str, int], Path]) -> list[Any]:
 def test_answers_are_held_to_a_schema_and_say_how_likely_tokens_were(exported, tmp_path):
     """The first answer is PyTorch's; later ones, past evictions and from a file, fit as well."""
     pytest.importorskip("llguidance")
-    schema = {
-        "type": "object",
-        "properties": {"door": {"enum": ["blue", "red"]}, "code": {"type": "integer"}},
-        "required": ["door", "code"],
-        "additionalProperties": False,
-    }
     firsts, logprobs = [], []
     for runtime in both(exported):
         session = runtime.session()
-        session.set_generation(max_new_tokens=60, json_schema=schema, logprobs=3, do_sample=False)
+        session.set_generation(max_new_tokens=60, json_schema=DOOR, logprobs=3, do_sample=False)
         firsts.append("".join(session.send(FACT)))
         logprobs.append(session.logprobs)
         json.loads("".join(session.send(STORY)))
