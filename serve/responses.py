@@ -404,7 +404,7 @@ class ResponseForm(TranslatedForm):
 
     def closing(self, reply: Reply) -> bytes:
         """Write what was held back, the calls, and the whole response."""
-        last = self.rest(reply) + self._close()
+        last = self.rest(reply) + self._close(cut=self._reason(reply) == "length")
         response = self._response(reply)
         self.keep(response)
         return last + self._event(response["status"], response=response)
@@ -423,7 +423,7 @@ class ResponseForm(TranslatedForm):
             {"tool_calls": self.calls},
         ):
             self.delta(delta)
-        self._close()
+        self._close(cut=self._reason(reply) == "length")
         response = self._response(reply)
         self.keep(response)
         return response
@@ -519,12 +519,12 @@ class ResponseForm(TranslatedForm):
         item["content"][0]["text"] += text
         return self._event(f"{kind}.delta", **self._within(), delta=text, logprobs=[])
 
-    def _close(self) -> bytes:
-        """Write that the item ends that is open."""
+    def _close(self, *, cut: bool = False) -> bytes:
+        """Write that the item ends that is open, and whether it was cut short."""
         if not self.open:
             return b""
         item, self.open = self.output[-1], ""
-        item["status"] = "completed"
+        item["status"] = "incomplete" if cut else "completed"
         if item["type"] == "function_call":
             fields = {"item_id": item["id"], "arguments": item["arguments"], "name": item["name"]}
             events = self._event("function_call_arguments.done", **self._output_index(), **fields)

@@ -78,7 +78,7 @@ def of_response(body: Any) -> Answer:
     assert (body["object"], body["error"]) == ("response", None)
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     for item in body["output"]:
-        assert item["status"] == "completed"
+        assert item["status"] == (body["status"] if item is body["output"][-1] else "completed")
         if item["type"] == "function_call":
             calls.append((item["name"], json.loads(item["arguments"])))
         else:
@@ -113,6 +113,8 @@ def of_response_stream(text: str) -> Answer:
     assert kinds.count("output_item.added") == kinds.count("output_item.done")
     answer = of_response(sent[-1]["response"])
     assert sent[-1]["response"]["status"] == kinds[-1]
+    done = [one["item"] for one in sent if one["type"].endswith("output_item.done")]
+    assert done == sent[-1]["response"]["output"]
     deltas = [one for one in sent if one["type"].endswith("output_text.delta")]
     assert "".join(one["delta"] for one in deltas) == answer.text
     return answer
