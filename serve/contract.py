@@ -96,6 +96,7 @@ class Piece(NamedTuple):
     prompt_tokens: int = 0  # of the whole request
     completion_tokens: int = 0  # of the answer up to here
     opened: str = ""  # the mark by which the prompt opened thoughts, in which the answer begins
+    reused_tokens: int = 0  # of `prompt_tokens`: those that need not be read
     progress: PromptProgress | None = None
     """Says how far the prompt is read, in a piece before the first text; None: it is a text."""
 

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvcap.serve import schemas
 from kvcap.serve.chat_path import ChatPath, TranslatedForm, TranslatedPart, joined, request_of
-from kvcap.serve.contract import Reply
+from kvcap.serve.contract import Piece, Reply
 from kvcap.serve.errors import ApiError
 from kvcap.serve.streaming import WRITTEN
 from kvcap.serve.tool_calls import arguments_of
@@ -295,17 +295,21 @@ class MessageForm(TranslatedForm):
     alive = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(self, model: str, most_calls: int, body: MessageBody) -> None:
-        super().__init__(model, include_usage=False, usage_each=True, most_calls=most_calls)
+        super().__init__(model, include_usage=False, most_calls=most_calls)
+        self.prompt = _read(0, 0)
         self.shows_thoughts = body.shows_thoughts
         edits: dict[str, Any] = {"context_management": {"applied_edits": []}}  # none is taken
         self.edits = edits if body.context_management else {}
         self.blocks = 0  # that were opened
         self.open: str | None = None  # the kind of the last one, until it is closed
 
+    def count(self, piece: Piece) -> None:
+        """Note the tokens of the prompt."""
+        self.prompt = _read(piece.prompt_tokens, piece.reused_tokens)
+
     def opening(self) -> bytes:
         """Write the message without its content."""
-        assert self.so_far is not None
-        usage = {"input_tokens": self.so_far["prompt_tokens"], "output_tokens": 0}
+        usage = {**self.prompt, "output_tokens": 0}
         message = {**self._message([], None), "stop_sequence": None, "usage": usage}
         return _event("message_start", message=message)
 
@@ -388,11 +392,13 @@ def _usage(reply: Reply) -> dict[str, int]:
     usage = reply.usage
     if usage is None:
         return {"input_tokens": 0, "output_tokens": 0}
-    return {
-        "input_tokens": usage.prompt_tokens - usage.reused_tokens,
-        "cache_read_input_tokens": usage.reused_tokens,
-        "output_tokens": usage.completion_tokens,
-    }
+    read = _read(usage.prompt_tokens, usage.reused_tokens)
+    return {**read, "output_tokens": usage.completion_tokens}
+
+
+def _read(prompt: int, reused: int) -> dict[str, int]:
+    """Return the counts of a prompt's tokens, of which so many need not be read."""
+    return {"input_tokens": prompt - reused, "cache_read_input_tokens": reused}
 
 
 def _stop_string(reply: Reply) -> str | None:

@@ -113,10 +113,11 @@ class Job:
         """Give the reader a piece, with how many tokens the request has taken up to it."""
         turn = session.turn
         assert turn is not None
-        prompt = turn.reused_tokens + turn.prompt_tokens
+        kept = turn.reused_tokens
+        prompt = kept + turn.prompt_tokens
         if self.opened is None:
             self.opened = "" if self.ask.messages is None else session.thoughts_opened
-        self.pieces.append(Piece(text, likely, prompt, turn.completion_tokens, self.opened))
+        self.pieces.append(Piece(text, likely, prompt, turn.completion_tokens, self.opened, kept))
 
     def give_progress(self, session: Session) -> None:
         """Tell the reader how much of the prompt is read, if it has heard all that came before."""

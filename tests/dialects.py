@@ -162,6 +162,8 @@ def of_message_stream(text: str) -> Answer:
         "message_stop",
     ]
     ended = {**sent[-2]["delta"], "usage": sent[-2]["usage"]}
+    if blocks:  # a stream without a piece does not know the prompt's tokens when it begins
+        assert sent[0]["message"]["usage"] == {**ended["usage"], "output_tokens": 0}
     return of_message({**sent[0]["message"], **ended, "content": blocks})
 
 

@@ -50,7 +50,8 @@ class Answer:
         for piece in self._left:
             self.given += 1
             given = Piece(piece) if isinstance(piece, str) else piece
-            return given._replace(completion_tokens=given.completion_tokens or self.given)
+            written = given.completion_tokens or self.given
+            return given._replace(prompt_tokens=11, completion_tokens=written, reused_tokens=4)
         if self.script.at_end is not None:
             raise self.script.at_end
         self.finish_reason = self.script.reason
