@@ -59,7 +59,7 @@ class MessageTool(schemas.Strict):
     input_examples: Annotated[list[schemas.Schema], Field(max_length=schemas.TOOLS)] | None = None
     """Lists arguments that go to the model behind the description."""
     # These fields are accepted only with values that ask for nothing.
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: schemas.Items[Literal["direct"]] | None = None
     # They ask for nothing, whatever they are: a call always comes whole.
     eager_input_streaming: Any = None
     cache_control: Any = None
@@ -111,15 +111,15 @@ class ContextEdit(schemas.Strict):
 class ContextManagement(schemas.Strict):
     """A group of rules for leaving parts out of a long conversation."""
 
-    edits: list[ContextEdit] | None = None
+    edits: schemas.Items[ContextEdit] | None = None
 
 
 class CountBody(schemas.Strict):
     """A body that `POST /v1/messages/count_tokens` takes."""
 
     model: Annotated[str, Field(max_length=256)]
-    messages: list[dict[str, Any]]
-    system: str | list[dict[str, Any]] | None = None
+    messages: schemas.Items[dict[str, Any]]
+    system: str | schemas.Items[dict[str, Any]] | None = None
     tools: Annotated[list[MessageTool], Field(max_length=schemas.TOOLS)] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: ThinkingSettings | None = None
@@ -188,7 +188,7 @@ class MessageBody(CountBody):
 
     max_tokens: int
     stream: bool | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: schemas.Items[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

@@ -154,8 +154,8 @@ def _changes_nothing(name: str, value: Any) -> bool:
 class ChatBody(OllamaBody):
     """A body that `POST /api/chat` takes."""
 
-    messages: list[dict[str, Any]] = Field(default_factory=list)
-    tools: list[dict[str, Any]] | None = None
+    messages: schemas.Items[dict[str, Any]] = Field(default_factory=list)
+    tools: schemas.Items[dict[str, Any]] | None = None
 
     @property
     def is_empty(self) -> bool:

@@ -78,11 +78,17 @@ class ReasoningSettings(schemas.Strict):
     context: Any = None  # earlier thoughts stay in the conversation's cache
 
 
+class ResponseStreamOptions(schemas.Strict):
+    """A group of options of what a stream contains beside the answer."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
 class ResponseBody(schemas.Strict):
     """A body that `POST /v1/responses` takes."""
 
     model: Annotated[str, Field(max_length=256)] | None = None
-    input: str | list[dict[str, Any]]
+    input: str | schemas.Items[dict[str, Any]]
     instructions: str | None = None
     previous_response_id: schemas.Short | None = None
     max_output_tokens: int | None = None
@@ -102,8 +108,8 @@ class ResponseBody(schemas.Strict):
     background: Literal[False] | None = None
     truncation: Literal["disabled", "auto"] | None = None
     top_logprobs: Literal[0] | None = None
-    include: list[OF_HOSTED_TOOLS] | None = None
-    stream_options: dict[str, Literal[False]] | None = None
+    include: schemas.Items[OF_HOSTED_TOOLS] | None = None
+    stream_options: ResponseStreamOptions | None = None
     # They ask for nothing, whatever they are.
     client_metadata: Any = None
     user: Any = None

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -46,6 +46,10 @@ ANSWERS = 128  # of one request: of `n`, and of several prompts
 LIMITS = ("max_tokens", "max_completion_tokens")  # fields that limit an answer
 TOKENS = 2**31  # of a vocabulary: ids are numbers of 32 bits
 
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+"""Holds a list of which only the first item that is wrong is an error, as there may be millions."""
+
 
 class Strict(BaseModel):
     """Takes no field that it does not name, no text for a number, and neither NaN nor infinity."""
@@ -55,10 +59,18 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_null(cls, body: Any) -> Any:
-        """Drop fields that are null, since a null field counts as not given."""
+        """Drop fields that are null, since a null field counts as not given.
+
+        Of many unknown ones only the first is left to be refused, as for `Items`.
+        """
         if not isinstance(body, dict):
             return body
-        return {name: value for name, value in body.items() if value is not None}
+        given = {name: value for name, value in body.items() if value is not None}
+        if len(given) <= len(cls.model_fields):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        first = next(name for name in given if name not in known)
+        return {name: value for name, value in given.items() if name in known or name == first}
 
 
 def _only_text(content: Any) -> Any:
@@ -134,7 +146,7 @@ def _shallow(value: Any) -> Any:
 
 Text = Annotated[str, BeforeValidator(_only_text)]
 Stop = Annotated[
-    list[Annotated[str, StringConstraints(min_length=1, max_length=STOP_LETTERS)]],
+    Items[Annotated[str, StringConstraints(min_length=1, max_length=STOP_LETTERS)]],
     BeforeValidator(_stops),
     Field(max_length=STOPS),
 ]
@@ -368,7 +380,7 @@ class StructuredOutputs(Strict):
     """Holds a JSON schema, or its text."""
     json_object: bool | None = None
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1, max_length=ANSWERS)] | None = None
+    choice: Annotated[Items[str], Field(min_length=1, max_length=ANSWERS)] | None = None
     """Lists texts, one of which is the answer."""
     # These fields are accepted only with values that ask for nothing.
     disable_fallback: bool | None = None
@@ -466,9 +478,7 @@ class Request(Strict):
     """Says how much evicted text is read again in front of the last message; kvcap's own."""
     # LABELS: they are accepted with any value, as they ask for nothing.
     user: Short | None = None
-    metadata: (
-        Annotated[dict[str, Short | bool | int | float | None], Field(max_length=16)] | None
-    ) = None
+    metadata: dict[str, Any] | None = None
     safety_identifier: Short | None = None
     prompt_cache_key: Short | None = None
     prompt_cache_retention: Short | None = None
@@ -614,7 +624,7 @@ class Request(Strict):
 class ChatRequest(Request):
     """A body that `POST /v1/chat/completions` takes."""
 
-    messages: list[ChatMessage]
+    messages: Items[ChatMessage]
     max_tokens: Annotated[
         Annotated[int, Field(ge=1)] | None, BeforeValidator(_unless_minus_one)
     ] = None
@@ -642,7 +652,7 @@ class ChatRequest(Request):
     parallel_tool_calls: bool | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     """Goes to the chat template by its name."""
-    modalities: list[Literal["text"]] | None = None  # nothing else can be asked for
+    modalities: Items[Literal["text"]] | None = None  # nothing else can be asked for
 
     @model_validator(mode="after")
     def _agree(self) -> ChatRequest:

@@ -42,8 +42,8 @@ class TokenizeRequest(schemas.Strict):
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: schemas.Items[dict[str, Any]] | None = None
+    tools: schemas.Items[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_special: bool | None = None
 
@@ -64,7 +64,7 @@ class DetokenizeRequest(schemas.Strict):
     """A body that `POST /detokenize` takes."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, lt=schemas.TOKENS)]]
+    tokens: schemas.Items[Annotated[int, Field(ge=0, lt=schemas.TOKENS)]]
 
 
 class Tokens:

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 from dialects import CHAT, CHATS, MESSAGES, OLLAMA, OTHERS, RESPONSES, assert_refused
+from pydantic import ValidationError
 from server_chats import BEGUN, HELLO, TOOL, assistant, user
 from stand_in import Script
 
 from kvcap.serve.app import Settings
 from kvcap.serve.limits import RequestLimits
+from kvcap.serve.openapi import BODIES
+from kvcap.serve.schemas import Strict
 
 SETTINGS = Settings("pocket", limits=RequestLimits(messages=6))
 APIS = {api.path: api for api in (*CHATS, *OTHERS)}
@@ -413,6 +416,24 @@ def test_what_cannot_be_answered_is_refused_by_name(http, talk, path, more, name
         assert next(iter(more)) in (param or message)
         # A message of kvcap's own says behind the semicolon what would work.
         assert param or "; " in message
+
+
+def faults(kind: type[Strict], body: dict[str, Any]) -> int:
+    try:
+        kind.model_validate_json(json.dumps(body))
+    except ValidationError as error:
+        return error.error_count()
+    return 0
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_body_with_many_faults_has_few_errors(path):
+    """Each error takes far more memory and time than the byte or two that cause it."""
+    _, kind = BODIES[path]
+    many: Any = {f"odd_{i}": [] for i in range(999)}
+    for wrong in (many, [many], [[]] * 999):
+        bodies = [{field.alias or name: wrong} for name, field in kind.model_fields.items()]
+        assert max(faults(kind, one) for one in (many, *bodies)) < 20
 
 
 # First requests of agents, recorded and shortened.
