@@ -8,10 +8,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import groupby
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -111,7 +113,8 @@ class ChatPath:
             try:
                 parsed = kind.model_validate_json(body)
             except ValidationError as error:
-                raise of_body(error) from error
+                given = cache(partial(from_json, body))
+                raise of_body(error, lambda *step: _place(given(), *step)) from error
         return parsed
 
     def check_model(self, name: str | None) -> None:
@@ -211,23 +214,41 @@ def request_of(
         body = make_body()
         return kind.model_validate(body).named(names)
     except ValidationError as error:
-        raise of_body(error, lambda path: _place(body, path, names)) from error
+        raise of_body(error, partial(_place, body, names=names)) from error
     except ValueError as error:
         raise ApiError(400, str(error)) from error
 
 
-def _place(body: Any, path: Sequence[int | str], names: Mapping[str, str]) -> str:
-    """Return the path in the client's body of a field of OpenAI's body."""
-    steps = list(path)
-    for count, step in enumerate(path, 1):
-        try:
+def _place(
+    body: Any, path: Sequence[int | str], missing: bool, names: Mapping[str, str] = NONE
+) -> str:
+    """Return the path in the client's body of a field of OpenAI's body.
+
+    Args:
+        body: OpenAI's, with parts that were translated, or the client's own.
+        path: to the field. Steps that lead to no part of the body are only within the schema.
+        missing: from the body, so that its name is one of these.
+        names: of the client's fields by OpenAI's.
+    """
+    steps, inner = list[int | str](), list[int | str]()
+    for step in path:
+        if _has(body, step):
             body = body[step]
-        except (LookupError, TypeError):  # it is missing, or a step within the schema
-            break
-        if isinstance(body, TranslatedPart):
-            # Between it and the last step, names are others there.
-            steps = [body.place, *path[count:][-1:]]
+            inner.append(step)
+            if isinstance(body, TranslatedPart):
+                steps, inner = [body.place], []
+        elif missing and step == path[-1]:
+            inner.append(step)
+    # Between a translated part and the last step, names are others there.
+    steps += inner[-1:] if steps else inner
     return ".".join(names.get(str(step), str(step)) for step in steps)
+
+
+def _has(body: Any, step: int | str) -> bool:
+    """Return whether a part of a body has a further part there."""
+    if isinstance(step, int):
+        return isinstance(body, list)
+    return isinstance(body, dict) and step in body
 
 
 def _session_id(request: Request) -> str | None:

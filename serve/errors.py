@@ -147,31 +147,32 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "the server failed; its log says why")
 
 
-def _path(steps: Sequence[int | str]) -> str:
-    return ".".join(map(str, steps))
-
-
-def of_body(
-    error: ValidationError, path_of: Callable[[Sequence[int | str]], str] = _path
-) -> ApiError:
+def of_body(error: ValidationError, place: Callable[[Sequence[int | str], bool], str]) -> ApiError:
     """Return the API's error for a body that is not valid; it names the first thing wrong.
 
     Args:
         error: of the schema.
-        path_of: returns where a field of the schema stands in the client's body.
+        place: returns where a field of the schema stands in the client's body, from which it may
+            be missing.
     """
     errors = error.errors(include_url=False, include_context=False)
     first = errors[0]
-    where = path_of(first["loc"])
-    where = where if len(where) <= SHOWN else f"{where[:SHOWN]}..."
     if first["type"] == "json_invalid":
         message = first["msg"].removeprefix("Invalid JSON: ")
         if "escape" in message or "code point" in message:
             message += "; give UTF-8, and whole letters: no half of a surrogate pair"
         return ApiError(400, f"the body is no JSON: {message}")
-    text = first["msg"].removeprefix("Value error, ")
-    text = f"is {_shown(first['input'])}: {text[:1].lower()}{text[1:]}"
-    message = ADVICE.get(first["type"], text)
+    places = [place(each["loc"], each["type"] == "missing") for each in errors]
+    # What has one of several types has an error for each, of which the one within it knows best.
+    where = max((x for x in places if f"{x}.".startswith(f"{places[0]}.")), key=len)
+    first, *others = [each for x, each in zip(places, errors, strict=True) if x == where]
+    where = where if len(where) <= SHOWN else f"{where[:SHOWN]}..."
+    texts = [each["msg"].removeprefix("Value error, ") for each in (first, *others)]
+    text = " or ".join(f"{text[:1].lower()}{text[1:]}" for text in dict.fromkeys(texts))
+    if first["type"] == "value_error" and isinstance(first["input"], (dict, list)):
+        # The text says by itself what of the object is wrong.
+        return ApiError(400, f"{where}: {text}" if where else text, param=where or None)
+    message = ADVICE.get(first["type"], f"is {_shown(first['input'])}: {text}")
     if not where:
         return ApiError(400, f"the body {message}")
     code = "unknown_parameter" if first["type"] == "extra_forbidden" else None

@@ -164,7 +164,8 @@ class ResponseBody(schemas.Strict):
             body["verbosity"] = self.text.verbosity
         if self.text is not None and (format_ := self.text.format) is not None:
             schema = format_.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
-            shaped = {"json_schema": schema} if format_.type == "json_schema" else {}
+            held = {"json_schema": TranslatedPart("text.format", **schema)}
+            shaped = held if format_.type == "json_schema" else {}
             body["response_format"] = {"type": format_.type, **shaped}
         return body, left_out
 
