@@ -30,7 +30,6 @@ NAMES = {
     "response_format": "output_config.format",
     "thinking_budget": "thinking.budget_tokens",
 }
-EFFORTS = {"max": "xhigh"}  # words of this API by those of OpenAI's; others are the same
 LATER_SYSTEM = "<system-reminder>\n{}\n</system-reminder>"
 """Writes what the system says between messages into the user's, as many templates take no other."""
 UNUSED = ("thinking", "redacted_thinking")  # blocks of earlier answers that are not read again
@@ -156,8 +155,7 @@ class CountBody(schemas.Strict):
         if self.thinking is not None and self.thinks:
             body["thinking_budget"] = self.thinking.budget_tokens
         config = self.output_config or OutputSettings()
-        if config.effort is not None:
-            body["reasoning_effort"] = EFFORTS.get(config.effort, config.effort)
+        body["reasoning_effort"] = config.effort
         if format_ := config.format or self.output_format:
             named = {"schema": format_.schema_}
             body["response_format"] = {"type": "json_schema", "json_schema": named}

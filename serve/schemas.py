@@ -144,6 +144,7 @@ def _shallow(value: Any) -> Any:
     return value
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Text = Annotated[str, BeforeValidator(_only_text)]
 Stop = Annotated[
     Items[Annotated[str, StringConstraints(min_length=1, max_length=STOP_LETTERS)]],
@@ -638,7 +639,7 @@ class ChatRequest(Request):
     tools: Annotated[list[Tool], Field(max_length=TOOLS)] | None = None
     tool_choice: Annotated[Any, AfterValidator(_choice)] | None = None
     """Says which tools may or must be called; it becomes a `ToolChoice`."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     """Goes to the chat template by its name, and says how long the model may think (`EFFORTS`).
 
     With none `enable_thinking` is false as well.

@@ -107,7 +107,8 @@ EFFORTS: list[tuple[dict[str, Any], dict[str, Any], int | None]] = [  # options 
     ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}, 0),
     ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
      {"reasoning_effort": "high"}, 512),
-    ({"reasoning_effort": "xhigh"}, {"reasoning_effort": "xhigh"}, None),
+    *(({"reasoning_effort": effort}, {"reasoning_effort": effort}, None)
+      for effort in ("xhigh", "max")),
     ({"verbosity": "low"}, {"verbosity": "low"}, None),
     ({"reasoning_effort": "high", "max_tokens": 100}, {"reasoning_effort": "high"}, 50),
     ({"reasoning_effort": "high", "thinking_budget": 7}, {"reasoning_effort": "high"}, 7),
@@ -178,7 +179,9 @@ REQUESTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # an address, a 
      {"messages.2": {"role": "tool", "tool_call_id": "1", "content": "2"},
       "messages.3": user("And?")}),
     (MESSAGES.path, {"output_config": {"effort": "max"}}, {"options.template_options":
-        {"reasoning_effort": "xhigh", "enable_thinking": False}}),
+        {"reasoning_effort": "max", "enable_thinking": False}}),
+    (RESPONSES.path, {"reasoning": {"effort": "max"}},
+     {"options.template_options": {"reasoning_effort": "max"}}),
     (MESSAGES.path, {"output_config": {"format": FORMAT}, "tools": []},
      {"options.json_schema": CITY}),
     (MESSAGES.path, {"output_format": FORMAT, "tools": []}, {"options.json_schema": CITY}),
