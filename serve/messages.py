@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -76,6 +76,20 @@ class MessageTool(schemas.Strict):
         return {"type": "function", "function": {"name": self.name, **function}}
 
 
+class MessageToolChoice(schemas.Strict):
+    """A choice of whether tools may, must or must not be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: schemas.Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_a_tool(self) -> MessageToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("type 'tool' goes with the name of a tool, and no other type does")
+        return self
+
+
 class ThinkingSettings(schemas.Strict):
     """A group of settings of the model's thoughts."""
 
@@ -120,7 +134,7 @@ class CountBody(schemas.Strict):
     messages: schemas.Items[dict[str, Any]]
     system: str | schemas.Items[dict[str, Any]] | None = None
     tools: Annotated[list[MessageTool], Field(max_length=schemas.TOOLS)] | None = None
-    tool_choice: dict[str, Any] | None = None
+    tool_choice: MessageToolChoice | None = None
     thinking: ThinkingSettings | None = None
     """Goes to the chat template as `enable_thinking`, which is off where it is left out."""
     output_config: OutputSettings | None = None
@@ -142,15 +156,11 @@ class CountBody(schemas.Strict):
         names = _referenced(self.messages)
         if tools := [t.openai for t in self.tools or () if not t.defer_loading or t.name in names]:
             body["tools"] = tools
-        choice = dict(self.tool_choice or {})
-        if choice.pop("disable_parallel_tool_use", None):
-            body["parallel_tool_calls"] = False
-        if kind := choice.pop("type", None):
-            named = {"type": "function", "function": {"name": choice.pop("name", None)}}
+        if (choice := self.tool_choice) is not None:
+            named = {"type": "function", "function": {"name": choice.name}}
             words = {"any": "required", "tool": named}
-            body["tool_choice"] = words.get(kind, kind) if isinstance(kind, str) else kind
-        if choice:
-            raise ValueError(f"tool_choice has {next(iter(choice))[:40]!r}; leave it out")
+            body["tool_choice"] = words.get(choice.type, choice.type)
+            body["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         body["chat_template_kwargs"] = {"enable_thinking": self.thinks}
         if self.thinking is not None and self.thinks:
             body["thinking_budget"] = self.thinking.budget_tokens
@@ -233,9 +243,10 @@ def _translated(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
                 pass
             case _:
                 kind = block.get("type") if isinstance(block, dict) else None
+                fitting = {"user": "text or tool_result", "assistant": "text or tool_use"}
                 raise ValueError(
-                    f"{path} is {str(kind)[:40]!r}; a message of the {role} has "
-                    "text, tool_use or tool_result here"
+                    f"{path} is {str(kind)[:40]!r}; this server reads {fitting.get(role, 'text')} "
+                    f"in a message of the {role}"
                 )
     if not texts and not calls:
         return results
