@@ -115,6 +115,7 @@ class ResponseBody(schemas.Strict):
     user: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     service_tier: Any = None
 

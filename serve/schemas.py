@@ -144,6 +144,7 @@ def _shallow(value: Any) -> Any:
     return value
 
 
+One = Annotated[float, Field(ge=1, le=1)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Text = Annotated[str, BeforeValidator(_only_text)]
 Stop = Annotated[
@@ -477,11 +478,28 @@ class Request(Strict):
     """Asks for so many answers, which are written one after the other."""
     recall: Annotated[Any, AfterValidator(_recall)] | None = None
     """Says how much evicted text is read again in front of the last message; kvcap's own."""
+    # These fields of vLLM's and llama.cpp's servers are accepted only with values that ask for
+    # nothing.
+    cache_prompt: Literal[True] | None = None
+    id_slot: Literal[-1] | None = None
+    include_reasoning: Literal[True] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    length_penalty: One | None = None
+    mirostat: Literal[0] | None = None
+    priority: Literal[0] | None = None
+    return_token_ids: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    stop_token_ids: Annotated[list[Any], Field(max_length=0)] | None = None
+    timings_per_token: Literal[False] | None = None
+    typical_p: One | None = None
+    use_beam_search: Literal[False] | None = None
     # LABELS: they are accepted with any value, as they ask for nothing.
     user: Short | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: Short | None = None
     prompt_cache_key: Short | None = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Short | None = None
     store: bool | None = None
     service_tier: Short | None = None
@@ -653,6 +671,8 @@ class ChatRequest(Request):
     parallel_tool_calls: bool | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     """Goes to the chat template by its name."""
+    prediction: Any = None
+    """Asks for nothing: of a predicted answer only the speed depends."""
     modalities: Items[Literal["text"]] | None = None  # nothing else can be asked for
 
     @model_validator(mode="after")

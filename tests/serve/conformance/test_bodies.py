@@ -236,7 +236,14 @@ ZEROS: dict[str, Any] = {"template": "", "system": "", "options": None, "suffix"
 NEUTRAL: dict[str, Any] = {"mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "typical_p": 1,
     "tfs_z": 1.0, "repeat_last_n": 64, "penalize_newline": True, "f16_kv": True, "num_ctx": 2048,
     "vocab_only": False}  # fmt: skip
+OTHERS_NEUTRAL: dict[str, Any] = {"cache_prompt": True, "id_slot": -1, "include_reasoning": True,
+    "include_stop_str_in_output": False, "length_penalty": 1.0, "mirostat": 0, "priority": 0,
+    "return_token_ids": False, "skip_special_tokens": True, "spaces_between_special_tokens": True,
+    "stop_token_ids": [], "timings_per_token": False, "typical_p": 1, "use_beam_search": False,
+    "prompt_cache_options": {"mode": "implicit"}}  # fmt: skip
 UNASKED: list[tuple[str, dict[str, Any]]] = [
+    (CHAT_PATH, {**OTHERS_NEUTRAL, "prediction": {"type": "content", "content": "x"}}),
+    (TEXTS, OTHERS_NEUTRAL), (RESPONSES.path, {"prompt_cache_options": {"mode": "implicit"}}),
     *((path, more) for path in (OLLAMA.path, GENERATE) for more in (
         ZEROS, {"truncate": True},
         *({"options": {**NEUTRAL, "num_predict": most}} for most in (-2, -1, 0)))),
@@ -336,7 +343,8 @@ OPENAIS: list[tuple[dict[str, Any], str | None]] = [  # of OpenAI's, and the par
     ({"continue_final_message": False, "messages": [*HELLO, BEGUN]}, None),
     ({"response_format": {"type": "json_object"}, "messages": [*HELLO, BEGUN]}, None),
     ({"ignore_eos": True, "response_format": {"type": "json_object"}}, None),
-    ({"prompt": "x", "best_of": 2}, "best_of"),
+    ({"prompt": "x", "best_of": 2}, "best_of"), ({"stop_token_ids": [1]}, "stop_token_ids"),
+    ({"use_beam_search": True}, "use_beam_search"), ({"typical_p": 0.5}, "typical_p"),
     ({"prompt": "x", "suffix": "y"}, "suffix"),
 ]  # fmt: skip
 REFUSED: list[tuple[str, dict[str, Any], str | None]] = [  # an address, a body, what is named
