@@ -142,8 +142,7 @@ class Api(ChatPath):
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/responses", self.responses.create, methods=["POST"]),
-            Route("/v1/responses/{id}", self.responses.read, methods=["GET"]),
-            Route("/v1/responses/{id}", self.responses.delete, methods=["DELETE"]),
+            Route("/v1/responses/{id}", self.responses.one, methods=["GET", "DELETE"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.one_model, methods=["GET"]),
         ]

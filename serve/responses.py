@@ -299,14 +299,12 @@ class Responses:
             lambda: ResponseForm(self.api.name, chat.most_calls, body, left_out, keep),
         )
 
-    async def read(self, request: Request) -> Response:
-        """Return a response that is kept: `GET /v1/responses/{id}`."""
-        return JSONResponse(self._known(request.user.username, request.path_params["id"]).response)
-
-    async def delete(self, request: Request) -> Response:
-        """Forget a response: `DELETE /v1/responses/{id}`."""
+    async def one(self, request: Request) -> Response:
+        """Return a response that is kept, or forget it: `GET`, `DELETE /v1/responses/{id}`."""
         owner, id_ = request.user.username, request.path_params["id"]
-        self._known(owner, id_)
+        kept = self._known(owner, id_)
+        if request.method != "DELETE":
+            return JSONResponse(kept.response)
         self._forget((owner, id_))
         return JSONResponse({"id": id_, "object": "response", "deleted": True})
 

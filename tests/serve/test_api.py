@@ -164,6 +164,8 @@ def test_wrong_addresses_and_methods_say_which_are_right(url, talk):
     assert response.headers["Allow"] == "POST"
     error = httpx.delete(f"{url}/health").json()["error"]
     assert error["message"] == "'/health' does not answer DELETE; use GET or HEAD"
+    allowed = httpx.put(f"{url}/v1/responses/x", json={}).headers["Allow"]
+    assert set(allowed.split(", ")) == {"GET", "HEAD", "DELETE"}
 
 
 def test_no_http_behind_an_answer_ends_the_connection(served, caplog):
