@@ -96,7 +96,8 @@ class ApiError(Exception):
         """Return the error in Anthropic's format, sent alone or as the last event of a stream."""
         usual = "api_error" if self.status >= 500 else "invalid_request_error"
         fields = {"type": KINDS.get(self.status, usual), "message": self.message}
-        return {"type": "error", "error": fields}
+        details = {"details": {"error_code": self.code}} if self.code else {}
+        return {"type": "error", "error": {**fields, **details}}
 
     @property
     def ollama(self) -> dict[str, Any]:

@@ -202,9 +202,20 @@ class MessageBody(CountBody):
     top_k: int | None = None
     metadata: Any = None  # it asks for nothing
     service_tier: Any = None  # likewise
+    thread: Any = None
+    """Asks for the conversation to be held by the id of its last answer, which this server refuses.
+
+    Anthropic's client knows that by the error's code, and sends all messages instead."""
 
     def openai(self) -> dict[str, Any]:
-        """Return the body as OpenAI's API has it."""
+        """Return the body as OpenAI's API has it.
+
+        Raises:
+            ApiError: a thread is asked for.
+        """
+        if self.thread is not None:
+            message = "this server continues no thread; send all messages, and leave thread out"
+            raise ApiError(400, message, code="thread_unsupported_request")
         same = ("max_tokens", "stream", "temperature", "top_p", "top_k")
         fields = {name: getattr(self, name) for name in same}
         return super().openai() | fields | {"stop": self.stop_sequences}

@@ -533,6 +533,13 @@ def test_the_first_request_of_an_agent_is_answered(
     assert len(talk.request.tools) == 1
 
 
+def test_a_thread_is_refused_by_the_code_that_makes_its_client_send_all_messages(http):
+    refused = http.post(MESSAGES.path, json=body(MESSAGES.path, {"thread": {"type": "create"}}))
+    message = assert_refused(MESSAGES, refused, 400)
+    assert "leave thread out" in message
+    assert refused.json()["error"]["details"]["error_code"] == "thread_unsupported_request"
+
+
 def test_tools_that_are_not_offered_are_named(http, talk, caplog):
     tools = [NAMESPACE, {"type": "code_interpreter", "container": {"type": "auto"}}]
     names = "namespace multi_agent_v1, code_interpreter"

@@ -121,9 +121,11 @@ def test_an_error_within_a_stream_ends_it_in_the_form_of_its_api(client, talk, a
         assert error["type"] == "response.failed"
         error = error["response"]
     if api is MESSAGES:
-        assert error == {
-            "type": "error",
-            "error": {"type": "api_error", "message": "layers disagree"},
+        assert error["type"] == "error"
+        assert error["error"] == {
+            "type": "api_error",
+            "message": "layers disagree",
+            "details": {"error_code": "session_broken"},
         }
     assert "layers disagree" in str(error["error"])
     eventually(lambda: talk.answers[-1].closed)  # the client may know before
