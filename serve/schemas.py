@@ -155,7 +155,8 @@ Stop = Annotated[
 Most = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_unless_minus_one)]
 """Names how many tokens an answer has at most; 0: the prompt is only read."""
 Schema = Annotated[dict[str, Any], AfterValidator(_shallow)]
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+"""Holds a name of a tool: Anthropic's may be twice as long as OpenAI's, as those of MCP are."""
 Short = Annotated[str, StringConstraints(max_length=256)]
 
 

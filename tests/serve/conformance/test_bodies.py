@@ -170,6 +170,8 @@ REQUESTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # an address, a 
      {"options.template_options": {"enable_thinking": True}, "options.thinking_budget": 8}),
     (MESSAGES.path, {"tool_choice": {"type": "tool", "name": "weather"}},
      {"options.json_schema.anyOf.0.properties.name.const": "weather"}),
+    (MESSAGES.path, {"tools": [{**WEATHER, "name": "x" * 128}]},
+     {"tools.0.function.name": "x" * 128}),
     (MESSAGES.path, {"tool_choice": {"type": "none"}, "thinking": {"type": "disabled"}},
      {"tools": (), "options.template_options": {"enable_thinking": False}}),
     (MESSAGES.path, {"messages": [*HELLO, assistant("Well,")]}, {"begin": "Well,"}),
