@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
 
 from kvcap.export.decoder.attention import group_attention
 from kvcap.export.graphs.forms import form_of, graph_part
 from kvcap.export.graphs.shape import Shape
 from kvcap.policies.base import Logits
 from kvcap.runtime.attention.masks import Slots
+from kvcap.runtime.cache.layer import AttendedLayer
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.models.output_projection import output_projection
@@ -99,7 +99,7 @@ def lengths(layout: CacheLayout) -> list[int]:
     return sorted({layer.budget for layer in held_layers(layout)}, reverse=True)
 
 
-class LayerPass(CacheLayerMixin):  # type: ignore[misc]
+class LayerPass(AttendedLayer):
     """A block that goes through one layer: transformers' cache layer, and a `CappedLayer`.
 
     Args:
@@ -109,9 +109,6 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         values: likewise.
         scales: of buffers of int8, [K, 1, D] of keys and of values; None: they are floats.
     """
-
-    is_sliding = False
-    is_compileable = False
 
     def __init__(
         self,
@@ -126,9 +123,6 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         self.budget, self.window, self.rotates, *_ = held_layers(block.layout)[index]
         self.made: dict[str, Tensor] = {}  # the layer's outputs by name
 
-    def lazy_initialization(self, *_: Any) -> None:
-        """Allocate nothing, as buffers are given."""
-
     def get_seq_length(self) -> int:
         """Return 0: nothing is counted here, as positions are given."""
         return 0
@@ -137,20 +131,12 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         """Have transformers make no mask, whatever the sizes: `attend` is causal by itself."""
         return Slots.of(0), 0
 
-    def get_max_cache_shape(self) -> int:
-        """Return -1: there is no end."""
-        return -1
-
-    get_max_length = get_max_cache_shape
-
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Take in a block [1, K, T, D]; the attention function finds the layer on the keys."""
         self.arrived = self._aligned(key_states), value_states
-        keys = key_states.view_as(key_states)
-        keys.kvcap_layer = self  # type: ignore[attr-defined]
-        return keys, value_states
+        return self.carried_by(key_states), value_states
 
     def take_back(self) -> None:
         """Keep nothing of a run, so that there is nothing to undo."""

@@ -52,7 +52,34 @@ def refuse_moving(*_: Any, **__: Any) -> None:
     )
 
 
-class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
+class AttendedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A layer of transformers' caches that kvcap's attention finds by the keys it returns.
+
+    A conversation in it may be of any length, and it can neither be moved nor reordered.
+    """
+
+    is_sliding = False
+    is_compileable = False
+
+    def carried_by(self, keys: Tensor) -> Tensor:
+        """Return a view of keys with a reference to the layer, for `attention_forward`."""
+        carrier = keys.view_as(keys)
+        carrier.kvcap_layer = self  # type: ignore[attr-defined]
+        return carrier
+
+    def lazy_initialization(self, *_: Any) -> None:
+        """Allocate nothing: who makes the layer gives it its memory."""
+
+    def get_max_cache_shape(self) -> int:
+        """Return -1: there is no end."""
+        return -1
+
+    get_max_length = get_max_cache_shape
+    offload = prefetch = refuse_moving
+    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = refuse_reordering
+
+
+class BudgetLayer(AttendedLayer):
     """A capped layer of a `BudgetCache`, which never holds more slots than it allocated at first.
 
     Its whole state is how many tokens it has read, its slots, and the block that is pending. It
@@ -65,9 +92,6 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         regions: those of the cache, which its session changes in place.
         mask: the cache's note of the mask that a pass asks transformers for.
     """
-
-    is_sliding = False
-    is_compileable = False
 
     def __init__(
         self,
@@ -151,12 +175,6 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         check = partial(self._mask.check, self.seen, self._allocation.batch)
         return Slots.of(held + length, check), self.seen - held
 
-    def get_max_cache_shape(self) -> int:
-        """Return -1: a conversation may be of any length."""
-        return -1
-
-    get_max_length = get_max_cache_shape
-
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Allocate all memory of this layer, for keys such as `key_states` [B, K, T, D]."""
         given, shape = (key_states.shape[1], key_states.shape[3]), self.layout.shape
@@ -196,9 +214,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 arrived = key_states[:, :, :length], value_states[:, :, :length]
         self.pending = PendingBlock(context, length, arrived, sizes, readers=self.readers)
         self.half_read = True
-        keys = key_states.view_as(key_states)
-        keys.kvcap_layer = self  # type: ignore[attr-defined]  # attention_forward finds it here
-        return keys, value_states
+        return self.carried_by(key_states), value_states
 
     def _refuse_unlike(self, like: tuple[int, torch.dtype, torch.device]) -> None:
         """Refuse keys of another batch size, type or device than the buffers have."""
@@ -351,9 +367,6 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forget all tokens; the buffers stay allocated."""
         self.engine.reset()
         self.seen, self.pending, self.half_read = 0, None, False
-
-    offload = prefetch = refuse_moving
-    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = refuse_reordering
 
 
 class LatentLayer(BudgetLayer):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from kvcap.kernels.choice import ready
 from kvcap.policies.base import Logits
@@ -25,7 +25,7 @@ from kvcap.runtime.attention.masks import Slots
 from kvcap.runtime.backends.pytorch.loop import BlockLoop, out_of_memory
 from kvcap.runtime.backends.pytorch.sampler import draw_each
 from kvcap.runtime.cache.cache import BudgetCache
-from kvcap.runtime.cache.layer import BudgetLayer, refuse_moving, refuse_reordering
+from kvcap.runtime.cache.layer import AttendedLayer, BudgetLayer, refuse_moving
 from kvcap.runtime.cache.positions import RotatedKeys
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.cache.step import ForwardContext
@@ -222,11 +222,8 @@ class _Caches(Cache):  # type: ignore[misc]
         super().__init__(layers=[_Layer(of_each, contexts) for of_each in layers])
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]
+class _Layer(AttendedLayer):
     """A layer of `_Caches`, which stands for that layer of all sessions."""
-
-    is_sliding = False
-    is_compileable = False
 
     def __init__(self, layers: Sequence[BudgetLayer], contexts: Sequence[ForwardContext]) -> None:
         super().__init__()
@@ -237,9 +234,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         rows = zip(self._layers, keys.split(1), values.split(1), self._contexts, strict=True)
         for layer, key, value, context in rows:
             layer.update(key, value, context)
-        carrier = keys.view_as(keys)
-        carrier.kvcap_layer = self  # type: ignore[attr-defined]
-        return carrier, values
+        return self.carried_by(keys), values
 
     def attend(
         self,
@@ -265,14 +260,4 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         """Return sizes for which no mask is made: a token sees all that its session holds."""
         return Slots.of(self.get_seq_length() + 1), 0
 
-    def get_max_cache_shape(self) -> int:
-        """Return -1: a conversation may be of any length."""
-        return -1
-
-    get_max_length = get_max_cache_shape
-
-    def lazy_initialization(self, *_: Any) -> None:
-        """Do nothing: the sessions' own caches have their memory."""
-
-    offload = prefetch = reset = refuse_moving
-    crop = reorder_cache = batch_repeat_interleave = batch_select_indices = refuse_reordering
+    reset = refuse_moving

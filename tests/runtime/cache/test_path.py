@@ -19,7 +19,7 @@ PACKAGE = f"{Path(kvcap.__file__).parent}/"
 STOPS = 15
 # They make a view, or say whether a kernel runs: a reader need not stop.
 ASIDE = {"Segment.rows_of", "Rotation.back_plainly", "KeyDiff._score", "KeyDiff._similarity",
-         "_rotate_halves"}  # fmt: skip
+         "_rotate_halves", "AttendedLayer.carried_by"}  # fmt: skip
 
 
 def documented() -> list[tuple[str, str]]:
