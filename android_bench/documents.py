@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 from collections import Counter
 from functools import cache
 from math import prod
@@ -15,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from kvcap.android_bench.errors import AndroidError, PlanBroken, ResultBroken
+from kvcap.export.files import sha256
+from kvcap.runtime.files import parse_json, read_plain
 from kvcap.schema import fault
 
 PLAN, BENCH = "kvcap.android_plan/1", "kvcap.android_bench/1"
@@ -64,32 +65,18 @@ def parsed(data: bytes, title: str, error: type[AndroidError]) -> Any:
     if parts > PARTS:
         raise error(f"{title} has {parts:,} lists and objects; at most {PARTS:,} are read")
     try:
-        return json.loads(data.decode("utf-8-sig"), parse_constant=_refuse)
-    except RecursionError:
-        raise error(f"{title} cannot be read, it is no JSON: it is nested too deeply") from None
+        return parse_json(data.decode("utf-8-sig"))
     except ValueError as cause:
         raise error(f"{title} cannot be read, it is no JSON: {cause}") from cause
 
 
 def load_json(path: Path, error: type[AndroidError]) -> Any:
-    """Read a JSON file; raise `error` if it cannot be read.
-
-    Only ordinary files are opened, as pipes and devices may never end.
-    """
+    """Read a JSON file; raise `error` if it cannot be read."""
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise error(f"{path.name} cannot be read: it is no ordinary file")
-        if status.st_size > FILE_BYTES:
-            raise error(
-                f"{path.name} cannot be read: it has {status.st_size:,} bytes, at most "
-                f"{FILE_BYTES:,} are read"
-            )
-        data = path.read_bytes()
-    except OSError as cause:
-        raise error(f"{path.name} cannot be read: {cause.strerror}") from cause
-    except ValueError as cause:  # the name has a NUL
-        raise error(f"{str(path)!r} cannot be read: {cause}") from cause
+        data = read_plain(path, FILE_BYTES)
+    except (OSError, ValueError) as cause:
+        why = getattr(cause, "strerror", None) or cause
+        raise error(f"{path.name} cannot be read: {why}") from cause
     return parsed(data, path.name, error)
 
 
@@ -153,15 +140,6 @@ def _check_references(plan: dict[str, Any]) -> None:
             )
 
 
-def sha256(path: Path) -> str:
-    """Return the SHA-256 digest of a file of any size, in hexadecimal digits."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(2**20):
-            digest.update(part)
-    return digest.hexdigest()
-
-
 def port_bytes(port: dict[str, Any]) -> int:
     """Return how many bytes an input or output of a cell has."""
     numbers: int = prod(port["shape"])
@@ -215,7 +193,3 @@ def write_json(document: dict[str, Any], path: Path) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")

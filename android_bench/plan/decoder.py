@@ -98,7 +98,7 @@ def _check(manifest: Manifest, folder: Folder) -> dict[str, Any]:
         pairs = zip(facts["budgets"], windows_in(manifest.facts), strict=True)
         least = min(budget for budget, window in pairs if window is None)
         runs = [n for n, whole in zip(runs, accumulate(runs), strict=True) if whole <= least]
-        runs = runs or [min(runs_of(facts), least)]
+        runs = runs or [min(int(facts["sample"]["runs"][0]), least)]
     block = int(facts["block_size"])
     graph, evictors = Graph(manifest.decoder, 1), evictors_of(manifest, 1)
     decoder = ExportedDecoder(manifest, graph, evictors, block, min(EVICT_EVERY, block))
@@ -110,8 +110,3 @@ def _check(manifest: Manifest, folder: Folder) -> dict[str, Any]:
     allowed = (EXACT if exact else ROUNDED) * float(tensor.abs().amax())
     file = folder.numbers("expected/decoder.logits", tensor)
     return {"prompt": prompt[:seen], "runs": runs, "file": file, "allowed": allowed}
-
-
-def runs_of(facts: Any) -> int:
-    """Return the length of the sample's first run."""
-    return int(facts["sample"]["runs"][0])

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcap.android_bench.documents import sha256
 from kvcap.android_bench.errors import PlanBroken
 from kvcap.android_bench.runner.inputs import filled
+from kvcap.export.files import file_entry
 from kvcap.export.graphs.compare import RTOL, Reference
 from kvcap.export.graphs.stages import Evict, StageGraph
 
@@ -52,7 +52,7 @@ class Folder:
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, path)
-        entry = {"file": name, "bytes": path.stat().st_size, "sha256": sha256(path)}
+        entry = {**file_entry(path), "file": name}
         # Never merged with a file of the same content, as the manifest refers to it by its name.
         self.files[f"{name} {entry['sha256']}"] = entry
         return name

@@ -208,10 +208,7 @@ def _fitted(axes: Axes, rows: list[Row], color: str) -> None:
 
 
 def _relative(axes: Axes, lines: Lines, result: Row) -> None:
-    values = {
-        (v["id"], v["threads"], v["provider_asked"]): v["value"]
-        for v in result["derived"]["relative"]
-    }
+    values = {key(entry): entry["value"] for entry in result["derived"]["relative"]}
     for rows, style in zip(lines.values(), _styles(lines), strict=True):
         points = [(row["n"], values[key(row)]) for row in rows if key(row) in values]
         if points:

@@ -92,9 +92,7 @@ def microseconds(value: float) -> str:
     >>> microseconds(23.456), microseconds(14523.2)
     ('23.5', '14,523')
     """
-    if value < 0.005:
-        return "0"
-    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
+    return "0" if value < 0.005 else _digits(value)
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
@@ -156,10 +154,7 @@ def _change(result: Row, name: str) -> str:
 
 def _score_tables(result: Row) -> Iterator[str]:
     rows = [row for row in measured(result) if row["stage"] == "score"]
-    relative = {
-        (v["id"], v["threads"], v["provider_asked"]): v["value"]
-        for v in result["derived"]["relative"]
-    }
+    relative = {key(entry): entry["value"] for entry in result["derived"]["relative"]}
     lines = {
         tuple(fit[name] for name in (*ROW, "dtype", "provider_asked", "threads")): fit
         for fit in result["derived"]["fits"]

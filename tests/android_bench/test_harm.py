@@ -310,12 +310,12 @@ def test_documents_of_very_many_parts_are_not_read():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: os.mkfifo(p), "no ordinary file"),
-        (lambda p: p.symlink_to("/dev/zero"), "no ordinary file"),
-        (lambda p: p.mkdir(), "no ordinary file"),
+        (lambda p: os.mkfifo(p), "is a pipe, not a file"),
+        (lambda p: p.symlink_to("/dev/zero"), "is a device, not a file"),
+        (lambda p: p.mkdir(), "is a directory, not a file"),
         (lambda p: p.symlink_to(p), "cannot be read"),
         (lambda p: None, "No such file"),
-        (lambda p: os.truncate(os.open(p, os.O_CREAT | os.O_RDWR), 2**40), "bytes, at most"),
+        (lambda p: os.truncate(os.open(p, os.O_CREAT | os.O_RDWR), 2**40), "bytes, more than"),
         (lambda p: p.write_bytes(written(result()).decode().encode("utf-16")), "no JSON"),
         (lambda p: p.write_bytes(b'{"schema": "\xe9"}'), "no JSON"),
         (lambda p: p.write_bytes(b"[" * 90_000), "nested too deeply"),
