@@ -17,7 +17,6 @@ from kvcap.runtime.cache.formats import CHOICES
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.cli.declare import CommandGroup, argument, option
 from kvcap.runtime.cli.options import checked_folder
-from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.types import DEFAULT_POLICY
 
 if TYPE_CHECKING:
@@ -228,7 +227,9 @@ def decoder_command(
     json: bool = JSON,
 ) -> None:
     """Export a model and its eviction as ONNX graphs, checked, or leave no directory."""
-    _check_cache(positions, kv_dtype)
+    from kvcap.runtime.backends.onnxruntime.manifest import refuse_cache
+
+    refuse_cache(positions, kv_dtype)
     from kvcap.policies import load_policy
     from kvcap.runtime.cli.commands import quiet_libraries
     from kvcap.runtime.cli.options import pairs
@@ -305,22 +306,6 @@ def _shape(model: str | None, sizes: dict[str, int]) -> Shape:
     if "kv_heads" in sizes and "heads" not in sizes:
         sizes = {**sizes, "heads": defaults["heads"] // defaults["kv_heads"] * sizes["kv_heads"]}
     return Shape(**{**defaults, **sizes})
-
-
-def _check_cache(positions: str | None, kv_dtype: str | None) -> None:
-    """Refuse positions and a type of slots that caches in PyTorch have and no export has.
-
-    Raises:
-        NotExportable: says why, and which there are.
-    """
-    if positions != "auto" and kv_dtype is None:
-        return
-    from kvcap.runtime.backends.onnxruntime.runtime import AUTO, refuse_slots  # takes a while
-
-    if positions == "auto":
-        raise NotExportable(AUTO)
-    if kv_dtype is not None:
-        refuse_slots(kv_dtype)
 
 
 def _kvcap(

@@ -16,10 +16,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from click.exceptions import Exit
 
+from kvcap.runtime.backends.onnxruntime.manifest import SCHEMA, Manifest, read, refuse_cache
 from kvcap.runtime.cli.console import dim
 from kvcap.runtime.cli.options import Budget, pairs
 from kvcap.runtime.errors import NotExportable, first_line
@@ -28,9 +29,6 @@ from kvcap.runtime.models.hub import CONFIG
 from kvcap.runtime.models.names import is_export, locate, resolve
 from kvcap.runtime.types import BUILT_IN, DEFAULT_POLICY, MANIFEST
 from kvcap.runtime.units import format_bytes
-
-if TYPE_CHECKING:  # NumPy stands behind it
-    from kvcap.runtime.backends.onnxruntime.manifest import Manifest
 
 LEFT = 64 << 20  # bytes beside the weights that must be free on the disk
 SHARED = 1 << 20  # bytes of a file from which exports that have the same one share it
@@ -92,8 +90,6 @@ def foreseen_export(
 
     Takes and raises the same as `kept_export`. No weights are read, and nothing is written.
     """
-    from kvcap.runtime.backends.onnxruntime.manifest import Manifest, read
-
     facts, folder = _requested_export(model, weights, budget, calibrate)
     out = folder / "decoder"
     if _is_whole(out):
@@ -115,19 +111,12 @@ def _requested_export(
             f"{model!r} is an exported decoder already, whose weights are as they are; leave "
             "--weights out, or give the model that it was made from"
         )
-    if budget.positions == "auto":
-        from kvcap.runtime.backends.onnxruntime.runtime import AUTO  # here, as it takes a while
-
-        raise NotExportable(AUTO)
+    refuse_cache(budget.positions, budget.kv_dtype)
     if budget.kv_budget is not None:
         raise NotExportable(
             "--kv-budget is in bytes, and with --weights the number of slots is part of the "
             "graph; give --budget-tokens instead"
         )
-    if budget.kv_dtype is not None:
-        from kvcap.runtime.backends.onnxruntime.runtime import refuse_slots
-
-        refuse_slots(budget.kv_dtype)
     if calibrate is not None and weights != "int4" and budget.kv_dtype is None:
         raise NotExportable(
             "--calibrate is for --weights int4, or for --kv-dtype int8; add one, or leave it out"
@@ -202,8 +191,6 @@ def _options(budget: Budget) -> list[str]:
 
 def _is_whole(out: Path) -> bool:
     """Return whether all files of an export are there, none cut short; loading it reads them."""
-    from kvcap.runtime.backends.onnxruntime.manifest import SCHEMA
-
     try:
         manifest = read_json(out / MANIFEST)
         sizes = {entry["file"]: entry["bytes"] for entry in manifest["files"]}

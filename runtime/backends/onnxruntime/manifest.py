@@ -84,6 +84,25 @@ class Manifest:
         return self.folder / name
 
 
+def refuse_cache(positions: str | None, kv_dtype: str | None) -> None:
+    """Refuse positions and a type of slots that caches in PyTorch have and no export has.
+
+    Raises:
+        NotExportable: says why, and which there are.
+    """
+    if positions == "auto":
+        raise NotExportable(
+            "positions='auto' change while a text is read, and an exported decoder has them of one "
+            "kind; leave them out, say 'compact' or 'true', or run the model by PyTorch"
+        )
+    if kv_dtype not in (None, KV_DTYPE):
+        raise NotExportable(
+            f"--kv-dtype {kv_dtype} is not for exported decoders: ONNX Runtime's attention takes "
+            "one scale for each channel and none for a token or a group, which 4 bits need; use "
+            f"{KV_DTYPE}, or run the model by PyTorch"
+        )
+
+
 def read(folder: Path) -> Manifest:
     """Return a directory's manifest, if it is sound and its files are those it was written with.
 

@@ -25,7 +25,7 @@ from kvcap.runtime.backends.onnxruntime.decoder import (
 )
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.loop import OrtCache, OrtLoop
-from kvcap.runtime.backends.onnxruntime.manifest import KV_DTYPE, Manifest
+from kvcap.runtime.backends.onnxruntime.manifest import Manifest
 from kvcap.runtime.backends.onnxruntime.plan import plan_of
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.cache.settings import CacheSettings
@@ -41,10 +41,6 @@ from kvcap.runtime.session.ends import with_ends
 from kvcap.runtime.types import PINS, SINKS, ModelKind
 
 IN_GRAPHS = "an exported decoder has its policy in its graphs; {}"
-AUTO = (
-    "positions='auto' change while a text is read, and an exported decoder has them of one kind; "
-    "leave them out, say 'compact' or 'true', or run the model by PyTorch"
-)
 
 
 class PolicyRequest(NamedTuple):
@@ -315,9 +311,8 @@ def check_policy(manifest: Manifest, request: PolicyRequest, positions: str | No
     Raises:
         NotExportable: says which it has, or what could.
     """
+    manifests.refuse_cache(positions, None)
     facts = manifest.facts
-    if positions == "auto":
-        raise NotExportable(AUTO)
     policy, mode = facts["policy"], positions or facts["positions"]
     name = request.name or policy["name"]
     if (name, mode) != (policy["name"], facts["positions"]):
@@ -363,23 +358,9 @@ def check_slots(manifest: Manifest, kv_dtype: str | None) -> None:
     mine = manifest.facts.get("kv_dtype")
     if kv_dtype in (None, mine):
         return
-    refuse_slots(kv_dtype)
+    manifests.refuse_cache(None, kv_dtype)
     raise NotExportable(
         f"--kv-dtype {kv_dtype} is not for this decoder, which holds keys and values in floats; "
         f"leave it out, or export the model again with: kvcap export decoder MODEL --kv-dtype "
         f"{kv_dtype}"
     )
-
-
-def refuse_slots(kv_dtype: str) -> None:
-    """Refuse a type of slots that no exported decoder has.
-
-    Raises:
-        NotExportable: it is not int8.
-    """
-    if kv_dtype != KV_DTYPE:
-        raise NotExportable(
-            f"--kv-dtype {kv_dtype} is not for exported decoders: ONNX Runtime's attention takes "
-            "one scale for each channel and none for a token or a group, which 4 bits need; use "
-            f"{KV_DTYPE}, or run the model by PyTorch"
-        )
