@@ -171,15 +171,11 @@ class ArrayEngine(ABC):
             session_file.check_conversation(file, self.vocabulary)
             conversation, cache = facts["conversation"], session.cache
             loop: Any = session.loop
-            try:
+            with file.corrupt_if_wrong():
                 generation = Generation.of(session_file.generation_of(facts["generation"]))
                 rng = self.rng(conversation["seed"])
                 rng.bit_generator.state = facts["draws"]
                 copy = loop.saved_in(file)
-            except KvcapError:
-                raise
-            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-                raise file.corrupt(f"what it says cannot be ({error!r})") from error
             spans = merged((a, b) for a, b in facts["pinned_spans"])
             cache.check_pins(spans)
             try:

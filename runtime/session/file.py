@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvcap.dtypes import SAFETENSORS
 from kvcap.runtime.errors import (
+    KvcapError,
     SessionFileCorrupt,
     SessionFileNewer,
     SessionNotSaved,
@@ -226,6 +228,23 @@ class SessionFile:
         return SessionFileCorrupt(
             f"{self.path!r} cannot be loaded: {why}; give a file that kvcap saved"
         )
+
+    @contextmanager
+    def corrupt_if_wrong(self) -> Iterator[None]:
+        """Raise SessionFileCorrupt in place of an unnamed error, which the contents caused."""
+        try:
+            yield
+        except KvcapError:
+            raise
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            RuntimeError,
+            ArithmeticError,
+        ) as error:
+            raise self.corrupt(f"what it says cannot be ({error!r})") from error
 
     def close(self) -> None:
         """Close the file."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, cast
 
@@ -25,7 +23,7 @@ from kvcap.policies.base import Component
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.restore import Refill, SavedLayers, held_by
 from kvcap.runtime.cache.cache import BudgetCache
-from kvcap.runtime.errors import KvcapError, SessionBroken, SessionFileForeign
+from kvcap.runtime.errors import SessionBroken, SessionFileForeign
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.session.file import (
     SETTINGS,
@@ -94,13 +92,13 @@ def restore(session: Session, identity: dict[str, Any], vocabulary: int, file: S
     generation, conversation = copy.deepcopy(runtime.generation), facts["conversation"]
     for name, value in generation_of(facts["generation"]).items():
         setattr(generation, name, value)
-    with _corrupt_if_wrong(file):
+    with file.corrupt_if_wrong():
         rng = runtime.rng(conversation["seed"])
         rng.set_state(file.taken("draws", tuple(rng.get_state().shape), torch.uint8))
         as_saved = with_saved_sinks(facts, session.cache, runtime.settings.eviction)
     own = as_saved == session.cache.eviction
     loop = cast(BlockLoop, session.loop if own else runtime.loop_for(as_saved))
-    with _corrupt_if_wrong(file):
+    with file.corrupt_if_wrong():
         exact = continues(facts, loop.cache, file.path)
         refill = Refill(SavedLayers(loop.cache, file, exact).checked())
         short = _read_short(file, vocabulary, loop)
@@ -119,24 +117,6 @@ def _read_short(file: SessionFile, vocabulary: int, loop: BlockLoop) -> list[Ten
     if loop.short is None or not bool(((ids >= 0) & (ids < vocabulary)).all()):
         raise file.corrupt("the tokens that were read by other factors of longrope cannot be so")
     return [ids.to(loop.model.device)]
-
-
-@contextmanager
-def _corrupt_if_wrong(file: SessionFile) -> Iterator[None]:
-    """Raise SessionFileCorrupt in place of an unnamed error, which the file's contents caused."""
-    try:
-        yield
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RuntimeError,
-        ArithmeticError,
-    ) as error:
-        if isinstance(error, KvcapError):
-            raise
-        raise file.corrupt(f"what it says cannot be ({error!r})") from error
 
 
 def with_saved_sinks(facts: Any, cache: BudgetCache, requested: Eviction) -> Eviction:
@@ -266,13 +246,7 @@ def _check_identity(facts: dict[str, Any], mine: dict[str, Any], path: str) -> N
             f"{path!r} was saved by another backend, as {facts['model']!r}, and this is the "
             f"PyTorch backend; load it with --backend {facts['backend']} and that model"
         )
-    held, own = facts.get("weights"), mine["weights"]
-    if held != own:
-        how = "without --weights" if held is None else f"with --weights {held} --backend torch"
-        raise SessionFileForeign(
-            f"{path!r} was saved with weights of {held or facts['dtype']}, and these are of "
-            f"{own or mine['dtype']}; start {how}"
-        )
+    _check_option(facts, mine, path, "weights", " --backend torch")
     # Fingerprints depend on the dtype of weights; in another dtype models are compared by name.
     same_dtype, same_name = (facts[name] == mine[name] for name in ("dtype", "model"))
     if facts["fingerprint"] != mine["fingerprint"] and (same_dtype or not same_name):
@@ -288,19 +262,20 @@ def _check_identity(facts: dict[str, Any], mine: dict[str, Any], path: str) -> N
         raise SessionFileForeign(
             f"{path!r} was saved by model {saved}, and this is {this}; load it with that one{also}"
         )
-    for name, option in (("dtype", "--dtype"), ("positions", "--positions")):
-        if facts[name] != mine[name]:
-            raise SessionFileForeign(
-                f"{path!r} was saved with {name} {facts[name]!r}, this is {mine[name]!r}; start "
-                f"with {option} {facts[name]}"
-            )
-    held, own = facts.get("kv_dtype"), mine["kv_dtype"]
-    if held != own:
-        how = "without --kv-dtype" if held is None else f"with --kv-dtype {held}"
-        raise SessionFileForeign(
-            f"{path!r} was saved with slots of {held or facts['dtype']}, and these are of "
-            f"{own or facts['dtype']}; start {how}"
+    for name in ("dtype", "positions", "kv_dtype"):
+        _check_option(facts, mine, path, name)
+
+
+def _check_option(
+    facts: dict[str, Any], mine: dict[str, Any], path: str, name: str, more: str = ""
+) -> None:
+    """Refuse a file that was saved with another value of an option, and say how to start."""
+    option, saved, own = "--" + name.replace("_", "-"), facts.get(name), mine[name]
+    if saved != own:
+        how, this = (
+            f"without {option}" if x is None else f"with {option} {x}{more}" for x in (saved, own)
         )
+        raise SessionFileForeign(f"{path!r} was saved {how}, and this one runs {this}; start {how}")
 
 
 def fingerprint(model: Any) -> str:

@@ -441,9 +441,9 @@ def test_engines_without_pytorch_read_whose_file_it_is(tmp_path):
     ({"fingerprint": "0", "model": "someone/else"}, "saved by model 'someone/else'"),
     ({"fingerprint": "0", "model": "someone/else", "dtype": "bfloat16"},
      "saved by model 'someone/else'.*--dtype bfloat16"),
-    ({"fingerprint": "0", "dtype": "bfloat16"}, "saved with dtype 'bfloat16'"),
+    ({"fingerprint": "0", "dtype": "bfloat16"}, "start with --dtype bfloat16"),
     ({"backend": "onnxruntime", "model": "x (ONNX Runtime)"}, "--backend onnxruntime"),
-    ({"positions": "true"}, "saved with positions 'true'"),
+    ({"positions": "true"}, "start with --positions true"),
 ])  # fmt: skip
 def test_a_file_of_another_model_is_refused_by_the_model_first(changes, says, session, tmp_path):
     session.save(tmp_path / "s")
