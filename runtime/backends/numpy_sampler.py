@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcap.runtime.session import settings
-from kvcap.runtime.session.penalties import penalises, penalties
+from kvcap.runtime.session.penalties import penalties
 
 Floats = NDArray[np.float32]
 
@@ -79,15 +79,7 @@ class NumpySampler:
         self.config, self.rng = config, rng
         self.greedy = settings.greedy(config)
         self.biases = settings.biases(config)
-
-    @property
-    def recipe(self) -> tuple[float, ...] | None:
-        """Return the settings that tokens are drawn by; see `TokenSampler.recipe` in engine.py."""
-        config = self.config
-        if penalises(config) or self.biases or config.repetition_penalty not in (None, 1.0):
-            return None
-        drawn = config.temperature, config.top_k, config.top_p, config.min_p
-        return () if self.greedy else tuple(float(x or 0) for x in drawn)
+        self.recipe = settings.recipe(config)
 
     def next(
         self,

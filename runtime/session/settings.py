@@ -12,8 +12,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvcap.runtime.session.penalties import PENALTIES
-from kvcap.runtime.types import ModelKind
+from kvcap.runtime.session.penalties import PENALTIES, penalises
+from kvcap.runtime.types import NEUTRAL, ModelKind
 
 
 class Bounds(NamedTuple):
@@ -260,6 +260,16 @@ def biases(config: Any) -> dict[int, float]:
     """Return the numbers added to logits, by token id."""
     bias = getattr(config, "logit_bias", None) or {}
     return {int(token): float(number) for token, number in bias.items()}
+
+
+def recipe(config: Any) -> tuple[float, ...] | None:
+    """Return the settings that draw a token by its logits alone; see `TokenSampler.recipe`."""
+    repetition = getattr(config, "repetition_penalty", None)
+    if penalises(config) or biases(config) or repetition not in (None, 1.0):
+        return None
+    names = () if greedy(config) else ("temperature", "top_k", "top_p", "min_p")
+    given = {name: getattr(config, name, None) for name in names}
+    return tuple(float(NEUTRAL[k] if value is None else value) for k, value in given.items())
 
 
 def end_tokens(config: Any) -> frozenset[int]:

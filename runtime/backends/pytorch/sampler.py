@@ -28,7 +28,7 @@ from transformers.generation import (
 
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.session import settings
-from kvcap.runtime.session.penalties import penalises, penalties
+from kvcap.runtime.session.penalties import penalties
 from kvcap.runtime.types import NEUTRAL
 
 UNSUPPORTED = {
@@ -96,7 +96,7 @@ class Sampler:
         biases = settings.biases(config)
         self.biases = (torch.tensor([*biases]), torch.tensor([*biases.values()])) if biases else ()
         """Holds tokens and what is added to their logits."""
-        self.recipe = _recipe(config, self.greedy)
+        self.recipe = settings.recipe(config)
         """Holds the settings that draw a token by its logits alone; see `TokenSampler.recipe`."""
 
     def next(
@@ -234,14 +234,6 @@ def _sent(values: Tensor, device: torch.device) -> Tensor:
 def _given(config: GenerationConfig, name: str) -> bool:
     """Return whether a setting would change which token is drawn."""
     return getattr(config, name, None) not in (None, NEUTRAL[name])
-
-
-def _recipe(config: GenerationConfig, greedy: bool) -> tuple[float, ...] | None:
-    penalised = _given(config, "repetition_penalty") or penalises(config)
-    if penalised or settings.biases(config):
-        return None
-    names = () if greedy else ("temperature", "top_k", "top_p", "min_p")
-    return tuple(float(getattr(config, x) if _given(config, x) else NEUTRAL[x]) for x in names)
 
 
 def _shortlist(config: GenerationConfig) -> int | None:
