@@ -190,7 +190,7 @@ class Load:
     )
     shared_prompts: int | None = again(SHARED_PROMPTS)
     max_queue: int = setting(
-        64, "Let at most N requests wait; further ones are answered with 429.", min=0, show=True
+        64, "Let at most N requests wait; further ones are answered with 429.", min=1, show=True
     )
     max_body: str | None = setting(
         None,

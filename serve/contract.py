@@ -62,6 +62,8 @@ class Ask:
     """Says that the answer is held to a call of a tool, so that it is one even if it is cut."""
     number: int = 0
     """Says which of several answers to the same messages this is, by which its calls have ids."""
+    admitted: bool = False
+    """Says that the request has an answer already, so that a full queue does not refuse this."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Holds tools as the chat template takes them; others begin another conversation."""
     pins: frozenset[int] = frozenset()

@@ -297,7 +297,7 @@ class Scheduler:
             self._count["asked"] += 1
             full = self._queued >= self.limits.waiting
             long = self._queued and self._queued_letters + letters > self.limits.waiting_letters
-            if self._closing or full or long:
+            if self._closing or (not ask.admitted and (full or long)):
                 self._count["refused"] += 1
                 raise self._busy()
             self._queued += 1

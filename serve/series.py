@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from kvcap.serve.contract import Ask, Piece, Reply, Usage
 
@@ -31,7 +31,8 @@ class Series(Reply):
                 if not self._left:
                     self._take_end()
                     raise
-                self.replies.append(self._submit(self._left.popleft()))
+                following = replace(self._left.popleft(), admitted=True)
+                self.replies.append(self._submit(following))
                 continue
             self.session_id = self.replies[0].session_id
             before = _added([x.usage for x in self.replies[:-1] if x.usage], self._each)

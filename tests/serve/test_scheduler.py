@@ -26,6 +26,7 @@ from kvcap.runtime.session.tool_calls import schema_of_call
 from kvcap.serve.contract import Ask
 from kvcap.serve.saved import SavedConversations
 from kvcap.serve.scheduler import Scheduler
+from kvcap.serve.series import Series
 
 DOOR = "Please remember: the code for the {} door is {}. "
 GO_ON = {"eos_token_id": NEVER}
@@ -214,6 +215,21 @@ def test_a_full_queue_refuses_and_says_when_to_ask_again(runtime: Any) -> None:
         assert answers[0] == answers[2] == answers[3] != ""
 
     serve(Scheduler(runtime, limits(waiting=3)), chat)
+
+
+def test_a_full_queue_refuses_no_further_answer_of_a_request(runtime: Any) -> None:
+    async def chat(s: Scheduler) -> None:
+        hello = ask(user("Hello!"))
+        several = Series(s.submit, [hello] * 3)
+        await until(lambda: s.figures().answering == 1)
+        other = s.submit(ask(user(facts(1)), tokens=50, options=GO_ON))
+        with pytest.raises(Busy):
+            s.submit(hello)
+        text = await text_of(several)
+        assert text == 3 * text[: len(text) // 3] != ""
+        await other.aclose()
+
+    serve(Scheduler(runtime, limits(together=1, waiting=1)), chat)
 
 
 def test_letters_that_wait_are_bounded_too(runtime: Any) -> None:
