@@ -29,6 +29,7 @@ from kvcap.runtime.backends.llamacpp.library import (
 from kvcap.runtime.backends.llamacpp.model import LlamaModel, reason
 from kvcap.runtime.cores import free_core_count, usable_cores
 from kvcap.runtime.errors import MemoryCapExceeded, UnsupportedModel
+from kvcap.runtime.interrupts import interrupts_deferred
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -193,7 +194,8 @@ class Context:
         self.threads = threads and min(threads, len(usable_cores()))
         settings.n_threads = settings.n_threads_batch = self.threads or free_core_count()
         model.library.take_log()
-        self.pointer: int | None = self.calls.llama_init_from_model(model.pointer, settings)
+        with interrupts_deferred():  # one amid the library's call of `_note` would be lost
+            self.pointer: int | None = self.calls.llama_init_from_model(model.pointer, settings)
         log = model.library.take_log()
         if not self.pointer:
             raise MemoryCapExceeded(

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcap.runtime.errors import ExtraMissing, LibraryUnusable
+from kvcap.runtime.interrupts import interrupts_deferred
 
 if TYPE_CHECKING:  # imported where cells are read, as starts do without
     import numpy as np
@@ -305,13 +306,14 @@ class Library:
         self.version: str = self.calls.llama_version().decode()
         self.layout = self._known_layout()
         self._check_defaults()
-        for library in beside:  # npm's build has a library for each kind of CPU
-            load = getattr(library, "ggml_backend_load_all_from_path", None)
-            if load is not None:
-                load.restype, load.argtypes = None, (c_char_p,)
-                load(str(file.parent).encode())
-                break
-        self.calls.llama_backend_init()
+        with interrupts_deferred():  # one amid the library's call of `_note` would be lost
+            for library in beside:  # npm's build has a library for each kind of CPU
+                load = getattr(library, "ggml_backend_load_all_from_path", None)
+                if load is not None:
+                    load.restype, load.argtypes = None, (c_char_p,)
+                    load(str(file.parent).encode())
+                    break
+            self.calls.llama_backend_init()
 
     def _note(self, level: int, text: bytes, _: Any) -> None:
         """Keep a line of the log."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from kvcap.runtime.backends.llamacpp.library import Library
 from kvcap.runtime.backends.llamacpp.tokenizer import NO_TOKENIZER, LlamaTokenizer
 from kvcap.runtime.errors import ModelFilesBroken, UnsupportedModel
+from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.types import ModelKind
 
 UNMOVABLE = frozenset({"step35"})  # layers of it turn keys by unlike numbers
@@ -60,7 +61,10 @@ class LlamaModel:
         if planned:
             settings.no_alloc, settings.load_mode = True, 0  # a mapped file would be read
         library.take_log()
-        self.pointer: int | None = calls.llama_model_load_from_file(str(file).encode(), settings)
+        with interrupts_deferred():  # one amid the library's call of `_note` would be lost
+            self.pointer: int | None = calls.llama_model_load_from_file(
+                str(file).encode(), settings
+            )
         self.loading_log = library.take_log()
         if not self.pointer:
             raise ModelFilesBroken(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,27 @@ pytestmark = needs_library
 
 Files = Callable[..., Path]
 BLOCK = 32
+
+
+class InterruptedLog(list[str]):
+    """A log that is interrupted by Ctrl-C as the library writes its first line."""
+
+    def append(self, line: str) -> None:
+        """Keep a line."""
+        if not self:
+            signal.raise_signal(signal.SIGINT)
+        super().append(line)
+
+
+def test_an_interrupt_while_the_library_writes_its_log_is_not_lost(
+    gguf: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded(gguf("llama"))
+    monkeypatch.setattr(model.library, "lines", InterruptedLog())
+    with pytest.raises(KeyboardInterrupt):
+        LlamaModel(model.library, model.file)
+    with pytest.raises(KeyboardInterrupt):
+        Context(model, cells=PAGE, block=BLOCK)
 
 
 @pytest.mark.parametrize("sequences", [1, 3])
