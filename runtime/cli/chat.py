@@ -305,12 +305,13 @@ class Chat:
         old = self.session
         before, messages, system, seed = old.runtime, old.messages, old.system, old.seed
         generation, pinned, pin_system = old.generation, old.pinned, old.pin_system
-        on_full, tools, recall = old.on_full, old.tools, old.recall.settings
+        on_full, tools, recall, files = old.on_full, old.tools, old.recall.settings, old.files
 
         def new(runtime: Engine) -> Session:
             session: Session = runtime.session(system, seed=seed, generation=generation)
             session.messages, session.pinned = messages, pinned
             session.pin_system, session.on_full, session.tools = pin_system, on_full, tools
+            session.files = files
             session.recall.set(recall)
             return session
 

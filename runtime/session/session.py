@@ -20,7 +20,9 @@ from kvcap.runtime.errors import (
     EmptyPrompt,
     MemoryCapExceeded,
     MessagesInvalid,
+    SessionNotSaved,
 )
+from kvcap.runtime.files import version_of
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.recall.recall import Passage
 from kvcap.runtime.session import settings
@@ -139,6 +141,8 @@ class Session:
         """Holds the indices of `messages` that are never evicted."""
         self.pin_system = False
         """Says whether the system prompt is never evicted, from the next time that it is read."""
+        self.files: dict[str, tuple[int, int] | None] = {}
+        """Maps paths to the versions of files that the conversation was loaded from or saved in."""
         self.tools: tuple[Tool, ...] = ()
         """Holds the tools that the model may call, once all is read again; see `send`."""
         self.number = 0
@@ -321,7 +325,9 @@ class Session:
         """
         self._close()
         with interrupts_deferred():
+            version = version_of(path)
             self.runtime.restore(self, path)
+            self.files[os.path.realpath(path)] = version
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save everything that the conversation needs to go on as if it had never stopped.
@@ -329,11 +335,19 @@ class Session:
         The file is replaced whole or not at all.
 
         Raises:
-            SessionNotSaved: it cannot be written; an earlier one is as it was.
+            SessionNotSaved: it cannot be written, or others changed it since the conversation was
+                loaded from it or saved in it; an earlier one is as it was.
             SessionBroken: a forward pass failed half-way.
         """
         with interrupts_deferred():
+            name, version = os.path.realpath(path), version_of(path)
+            if version is not None and self.files.get(name, version) != version:
+                raise SessionNotSaved(
+                    f"the session cannot be saved in {str(path)!r}, which another program changed "
+                    "meanwhile; give another file (in chat: /save FILE)"
+                )
             self.runtime.save(self, path)
+            self.files[name] = version_of(path)
 
     @property
     def conversation(self) -> dict[str, Any]:

@@ -549,6 +549,18 @@ def saved_bytes(chatting, tmp_path_factory):
     return path.read_bytes()
 
 
+def test_what_another_program_saved_is_not_replaced(session, chatting, tmp_path):
+    session.save(tmp_path / "s")
+    other = Session.load(chatting, tmp_path / "s")
+    "".join(other.send("My cat is Tom."))
+    other.save(tmp_path / "s")
+    with pytest.raises(SessionNotSaved, match="changed meanwhile"):
+        session.save(tmp_path / "s")
+    session.restore(tmp_path / "s")
+    assert session.messages == other.messages
+    session.save(tmp_path / "s")
+
+
 @pytest.mark.parametrize(("name", "error"), [
     *((f"os.{name}", OSError(28, "No space left")) for name in ("write", "fsync", "replace")),
     ("tempfile.mkstemp", PermissionError(13, "Permission denied")),
