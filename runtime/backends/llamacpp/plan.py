@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count
 
 from kvcap.runtime.backends.llamacpp.context import Allocated, Context, whole_pages
 from kvcap.runtime.backends.llamacpp.library import CELL_TYPES, PAGE
@@ -185,8 +186,8 @@ class LlamaPlanner:
         Raises:
             UnsupportedModel, PlanInfeasible: naming what would work.
         """
-        least, budget = least_budget(self.ranking), self.settings.budget_tokens
-        if budget is not None and budget < least:
+        least = least_budget(self.ranking)
+        if self.sizes is not None and (budget := self.sizes[0]) < least:
             raise PlanInfeasible(
                 f"policy {self.ranking.name} pins tokens for which {budget} slots are too few; use "
                 f"a budget of at least {least}"
@@ -224,9 +225,12 @@ class LlamaPlanner:
 
     def _sized(self, pages: int) -> MemoryPlan:
         """Return the plan of a context of so many pages of cells."""
+        return self.plan(*self._slots_and_block(pages))
+
+    def _slots_and_block(self, pages: int) -> tuple[int, int]:
         cells = pages * PAGE
         block = self.settings.block_size or min(PAGE, cells // PARTS)
-        return self.plan(cells - block, block)
+        return cells - block, block
 
     def _most(self, nbytes: int, size: Callable[[MemoryPlan], int], what: str) -> MemoryPlan:
         """Return the plan with the most cells whose size is at most so many bytes.
@@ -234,7 +238,8 @@ class LlamaPlanner:
         Raises:
             PlanInfeasible: not even the least fits.
         """
-        fewest = whole_pages((self.settings.block_size or 0) + least_budget(self.ranking)) // PAGE
+        slots = least_budget(self.ranking)
+        fewest = next(n for n in count(1 + slots // PAGE) if self._slots_and_block(n)[0] >= slots)
         pages = range(fewest, max(fewest, whole_pages(self.model.trained_length) // PAGE) + 1)
         fitting = bisect_right(pages, nbytes, key=lambda count: size(self._sized(count)))
         if not fitting:

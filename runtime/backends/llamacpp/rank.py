@@ -6,6 +6,7 @@ PyTorch is imported only for policies that compute with keys or values.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ DEFAULT = "streaming_llm"
 """Names the policy used where nobody names one; docs/llamacpp.md has the measurements."""
 NEWEST = "streaming_llm"
 NEWEST_SINKS = 4  # StreamingLLM's own
+MOST = 1 << 30  # slots
 CELLS = frozenset({"keys", "values"})
 READS = CELLS | {"positions"}
 Indices = NDArray[np.int64]
@@ -202,7 +204,7 @@ def ranking_of(name: str | None, options: Mapping[str, Any]) -> Ranking:
 
 def least_budget(ranking: Ranking) -> int:
     """Return the fewest slots under which a ranking's pins leave one that can be evicted."""
-    return next(n for n in range(1, 1 << 30) if sum(ranking.pins(n)) <= n)
+    return bisect_left(range(1, MOST), True, key=lambda n: sum(ranking.pins(n)) <= n) + 1
 
 
 def usable_policies() -> dict[str, list[str]]:

@@ -160,6 +160,19 @@ def test_the_most_slots_within_bytes_are_planned(gguf: Files) -> None:
     assert runtime_of(file, kv_budget=least, **sized).plan.cache_bytes == least
 
 
+@pytest.mark.parametrize("pins", [{"sink_tokens": 499}, {"recent_tokens": 496}])
+def test_slots_that_nobody_asked_for_hold_the_pins(gguf: Files, pins: dict[str, int]) -> None:
+    sized = {"budget_tokens": None, "block_size": None, "policy_options": pins}
+    with pytest.raises(PlanInfeasible, match="a budget of at least 500"):
+        runtime_of(gguf(), **sized)
+    with pytest.raises(PlanInfeasible, match="too small") as refused:
+        runtime_of(gguf(trained=4096), kv_budget="1KiB", **sized)
+    least = refused.value.least["least_kv_budget"]
+    for nbytes in (least, "2MiB"):
+        runtime = runtime_of(gguf(trained=4096), kv_budget=nbytes, **sized)
+        assert runtime.plan.budget_tokens >= 500
+
+
 def test_the_whole_process_is_planned_under_a_cap(gguf: Files) -> None:
     file = gguf(trained=4096)
     sized = {"budget_tokens": None, "block_size": None}
