@@ -45,7 +45,7 @@ from kvcap.runtime.cli.options import (
     pairs,
     policy_names,
 )
-from kvcap.runtime.errors import NotExportable, PlanInfeasible
+from kvcap.runtime.errors import NotExportable, PlanInfeasible, UnsupportedModel
 from kvcap.runtime.files import as_text
 from kvcap.runtime.memory.free_memory import free_memory, process_bytes
 from kvcap.runtime.models.gguf import GgufFile, is_gguf, read_gguf
@@ -361,6 +361,10 @@ def load(run: Run, recall_store: int | None = None) -> Engine:
     model, backend, quiet = run.model, run.backend, run.output.quiet
     by_llamacpp = backend.by_llamacpp(model)
     exported = not by_llamacpp and backend.exported(model)
+    if run.running.gpu_layers and not by_llamacpp:
+        raise UnsupportedModel(
+            "--gpu-layers is for GGUF files that llama.cpp's library runs; leave it out"
+        )
     if exported and (weights := backend.weights) is not None:
         from kvcap.runtime.cli.kept_exports import kept_export
 

@@ -390,7 +390,10 @@ class Backend:
 
         Raises:
             UnsupportedModel: it was requested, and the model is no GGUF file.
+            ValueError: nothing is to be calibrated.
         """
+        if self.calibrate is not None and self.weights is None:
+            raise ValueError("--calibrate is for --weights int4; add that, or leave it out")
         file = names_gguf(model)
         if self.backend == "llamacpp":
             if not file:
@@ -412,8 +415,6 @@ class Backend:
 
     def exported(self, model: str) -> bool:
         """Return whether `model` is to be run as an exported decoder."""
-        if self.calibrate is not None and self.weights is None:
-            raise ValueError("--calibrate is for --weights int4; add that, or leave it out")
         if self.backend == "torch":
             if self.calibrate is not None:
                 raise ValueError("--calibrate is for exports; leave it or --backend torch out")

@@ -52,6 +52,7 @@ def test_commands_run_a_file(gguf: Files, kvcap: Command) -> None:
         (("--budget-tokens", "3"), "use a budget of at least 5"),
         (("--budget-tokens", "99999999999"), "slots and tokens of a block are too many"),
         (("--gpu-layers", "1"), "--gpu-layers 1 needs a build of llama.cpp for a GPU"),
+        (("--calibrate", __file__), "--calibrate is for --weights int4"),
     ],
 )
 def test_options_that_llamacpp_has_not_are_refused_by_name(
@@ -66,6 +67,9 @@ def test_other_models_are_refused(gguf: Files, kvcap: Command, tmp_path: Path) -
     code, _, err = kvcap("generate", "pocket", "Hello", "--backend", "llamacpp")
     assert code
     assert "runs GGUF files" in err
+    code, _, err = kvcap("generate", "pocket", "Hello", "--gpu-layers", "1")
+    assert code
+    assert "--gpu-layers is for GGUF files" in err
     (tmp_path / "page.gguf").write_text("<html>")
     code, _, err = kvcap("generate", str(tmp_path / "page.gguf"), "Hello")
     assert code == 2
