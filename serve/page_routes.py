@@ -70,8 +70,7 @@ async def _memory(request: Request) -> Response:
     """Return the policy and the slots of every conversation, as `{policy, budget_tokens}`."""
     conversations: Conversations = request.app.state.conversations
     figures = conversations.figures()
-    slots = figures.budget_tokens  # `budget` is its old name, for one release
-    return JSONResponse({"policy": figures.policy, "budget_tokens": slots})
+    return JSONResponse({"policy": figures.policy, "budget_tokens": figures.budget_tokens})
 
 
 async def _strip(request: Request) -> Response:

@@ -201,7 +201,7 @@ class Chat:
         width = min(columns() or 80, 80)
         indent = min(max(map(len, usages)) + 2, width // 2)
         for usage, says in usages.items():
-            text = f"{usage:<{indent - 2}}  {says}"
+            text = f"{usage.ljust(indent - 2)}  {says}"
             dim(textwrap.fill(text, width, subsequent_indent=" " * indent))
         if self.spaced:
             dim(KEYS)

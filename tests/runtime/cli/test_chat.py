@@ -342,6 +342,18 @@ def test_help_fits_the_columns(chat, monkeypatch, width):
     assert all(any(line.startswith(f"/{name}") for line in lines) for name in Chat.COMMANDS)
 
 
+def test_help_is_written_in_one_column_too(chat, monkeypatch):
+    monkeypatch.setattr("kvcap.runtime.cli.chat.columns", lambda: 1)
+    assert "/policy" in "".join(chat.typed("/help")[1].split())
+
+
+@pytest.mark.parametrize("change", ["/budget 64", "/policy knorm"])
+def test_another_memory_replaces_no_file_that_others_saved(chat, runtime, tmp_path, change):
+    chat.typed("Hello!", f"/save {tmp_path / 's'}", change)
+    runtime.session().save(tmp_path / "s")
+    assert "another program changed" in chat.typed(f"/save {tmp_path / 's'}")[1]
+
+
 def test_an_error_begins_a_line_of_its_own(runtime, chat_of, monkeypatch):
     """Where the cap ends an answer half-way and stdout and stderr are one terminal."""
     chat = chat_of(runtime.session())
