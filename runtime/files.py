@@ -158,15 +158,6 @@ def as_text(data: bytes, name: str) -> str:
     return text.replace("\r\n", "\n").removesuffix("\n")
 
 
-def version_of(path: Name) -> tuple[int, int] | None:
-    """Return numbers that change when a file is replaced; None where there is none."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
-
-
 @contextmanager
 def replacing(target: Path) -> Iterator[int]:
     """Open a new file to write to, which takes the place of `target` once all is written.

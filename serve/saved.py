@@ -267,6 +267,7 @@ class SavedConversations:
         Raises:
             SessionNotSaved: it cannot be written.
         """
+        session.files.clear()  # of files here the last one to be saved is right
         try:
             session.save(self.folder / name)
         except SessionNotSaved as error:

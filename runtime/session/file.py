@@ -93,6 +93,18 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Pieces], facts: An
         ) from error
 
 
+def digest_in(path: str | os.PathLike[str]) -> str | None:
+    """Return the digest that a session's file says it has; None where there is no such file."""
+    try:
+        check_plain(path)
+        opened: Any = safe_open
+        with opened(path, framework="np") as file:
+            found: str | None = (file.metadata() or {}).get("digest")
+    except (SafetensorError, OSError, ValueError):
+        return None
+    return found
+
+
 def _write_all(descriptor: int, data: memoryview) -> None:
     while data:
         data = data[os.write(descriptor, data[:PIECE]) :]

@@ -22,7 +22,6 @@ from kvcap.runtime.errors import (
     MessagesInvalid,
     SessionNotSaved,
 )
-from kvcap.runtime.files import version_of
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.recall.recall import Passage
 from kvcap.runtime.session import settings
@@ -141,8 +140,8 @@ class Session:
         """Holds the indices of `messages` that are never evicted."""
         self.pin_system = False
         """Says whether the system prompt is never evicted, from the next time that it is read."""
-        self.files: dict[str, tuple[int, int] | None] = {}
-        """Maps paths to the versions of files that the conversation was loaded from or saved in."""
+        self.files: dict[str, str | None] = {}
+        """Maps files that the conversation was loaded from or saved in to their digests then."""
         self.tools: tuple[Tool, ...] = ()
         """Holds the tools that the model may call, once all is read again; see `send`."""
         self.number = 0
@@ -323,11 +322,13 @@ class Session:
 
         A Ctrl-C takes effect afterwards, as in `save`.
         """
+        from kvcap.runtime.session.file import digest_in  # NumPy stands behind it
+
         self._close()
         with interrupts_deferred():
-            version = version_of(path)
+            found = digest_in(path)
             self.runtime.restore(self, path)
-            self.files[os.path.realpath(path)] = version
+            self.files[os.path.realpath(path)] = found
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save everything that the conversation needs to go on as if it had never stopped.
@@ -339,15 +340,17 @@ class Session:
                 loaded from it or saved in it; an earlier one is as it was.
             SessionBroken: a forward pass failed half-way.
         """
+        from kvcap.runtime.session.file import digest_in  # NumPy stands behind it
+
         with interrupts_deferred():
-            name, version = os.path.realpath(path), version_of(path)
-            if version is not None and self.files.get(name, version) != version:
+            name, found = os.path.realpath(path), digest_in(path)
+            if found is not None and self.files.get(name, found) != found:
                 raise SessionNotSaved(
-                    f"the session cannot be saved in {str(path)!r}, which another program changed "
-                    "meanwhile; give another file (in chat: /save FILE)"
+                    f"the session cannot be saved in {str(path)!r}, where another conversation was "
+                    "saved meanwhile; give another file (in chat: /save FILE)"
                 )
             self.runtime.save(self, path)
-            self.files[name] = version_of(path)
+            self.files[name] = digest_in(path)
 
     @property
     def conversation(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -26,6 +26,7 @@ class Session:
     """Stands in for one: a file of zeros."""
 
     messages = ()
+    files: ClassVar[dict[str, str]] = {}
     cache = SimpleNamespace(nbytes=SIZE, seen=0)
 
     def save(self, path: Path) -> None:
@@ -209,6 +210,7 @@ class FullDisk:
     """A session whose file fits a disk of so many bytes beside what lies there, or does not."""
 
     messages = ()
+    files: ClassVar[dict[str, str]] = {}
     cache = SimpleNamespace(nbytes=SIZE, seen=0)
 
     def __init__(self, size: int) -> None:

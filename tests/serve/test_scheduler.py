@@ -393,7 +393,9 @@ def contents(session: Any, folder: Path) -> dict[str, bytes]:
     """Everything that a cache holds, in the order of its memory."""
     session.save(folder / "one")
     with SessionFile(folder / "one") as file:
-        return {x: file.tensor(x).numpy().tobytes() for x in file.names if x != "draws"}
+        found = {x: file.tensor(x).numpy().tobytes() for x in file.names if x != "draws"}
+    (folder / "one").unlink()
+    return found
 
 
 def test_idle_conversations_leave_memory_and_come_back_to_the_bit(

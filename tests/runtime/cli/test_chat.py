@@ -351,7 +351,7 @@ def test_help_is_written_in_one_column_too(chat, monkeypatch):
 def test_another_memory_replaces_no_file_that_others_saved(chat, runtime, tmp_path, change):
     chat.typed("Hello!", f"/save {tmp_path / 's'}", change)
     runtime.session().save(tmp_path / "s")
-    assert "another program changed" in chat.typed(f"/save {tmp_path / 's'}")[1]
+    assert "another conversation was saved" in chat.typed(f"/save {tmp_path / 's'}")[1]
 
 
 def test_an_error_begins_a_line_of_its_own(runtime, chat_of, monkeypatch):

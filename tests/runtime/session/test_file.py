@@ -554,7 +554,7 @@ def test_what_another_program_saved_is_not_replaced(session, chatting, tmp_path)
     other = Session.load(chatting, tmp_path / "s")
     "".join(other.send("My cat is Tom."))
     other.save(tmp_path / "s")
-    with pytest.raises(SessionNotSaved, match="changed meanwhile"):
+    with pytest.raises(SessionNotSaved, match="saved meanwhile"):
         session.save(tmp_path / "s")
     session.restore(tmp_path / "s")
     assert session.messages == other.messages
