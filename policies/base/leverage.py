@@ -31,7 +31,7 @@ def leverage(rows: Tensor, ridge: float) -> Tensor:
     scale = (rows.square().sum(-2, keepdim=True) + ridge).rsqrt()  # [..., 1, D]
     rows = rows * scale
     # By letters: ONNX Runtime 1.22 fuses a transposition into products that it lacks in float64.
-    gram = torch.einsum("...nd,...ne->...de", rows, rows)  # [..., D, D]
+    gram = torch.einsum("...tc,...td->...cd", rows, rows)  # [..., D, D]
     gram = gram + identity * (ridge * scale.square())
     norm = gram.abs().sum(-1, keepdim=True).amax(-2, keepdim=True)  # [..., 1, 1]
     gram = gram / norm + FLOOR * identity
