@@ -7,6 +7,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import statistics as plain
 import subprocess
@@ -105,10 +106,7 @@ def clean(result):
 
 def edited(folder: Path, target: Path, change: Any) -> Path:
     """Return a copy of a plan's folder with the plan changed and its id put right."""
-    for file in folder.rglob("*"):
-        if file.is_file():
-            (target / file.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
-            (target / file.relative_to(folder)).write_bytes(file.read_bytes())
+    shutil.copytree(folder, target)
     plan = json.loads((target / "plan.json").read_text())
     change(plan)
     plan["id"] = plan_id(plan)
@@ -125,6 +123,17 @@ def runner(
     """Run the runner in a process of its own, with more variables in its environment."""
     command = [*RUNNER, str(folder), str(out), json.dumps(options)]
     return ran(command, cwd=out.parent, env={**os.environ, **(env or {})})
+
+
+def ran_as(folder: Path, out: Path, change: Any = lambda plan: None, **options: Any) -> Any:
+    """Run a changed copy of a plan in a process of its own; return the judged result."""
+    done = runner(edited(folder, out.with_name("plan"), change), out, **options)
+    assert done.returncode == 0, done.stderr
+    return judge.judged(read_result(out))
+
+
+def only_reference(plan: dict[str, Any]) -> None:
+    plan["cells"] = [cell for cell in plan["cells"] if cell["id"] == plan["reference"]]
 
 
 # Plans
@@ -241,7 +250,6 @@ def test_a_plan_takes_an_empty_folder_only(folder, kvcap):
         (lambda p: (p / "plan.json").write_text("{"), "cannot be read"),
         (lambda p: (p / "plan.json").write_text('{"schema": "other/1"}'), "has schema 'other/1'"),
         (lambda p: next(p.glob("models/*")).unlink(), "is missing; write the plan again"),
-        (lambda p: next(p.glob("expected/*")).write_bytes(b"0"), "was changed"),
         (lambda p: flipped(next(p.glob("expected/*"))), "was changed"),
         (lambda p: rewrite(p, lambda plan: plan.update(preset="full")), "its id is"),
     ],
@@ -315,24 +323,17 @@ def test_every_cell_ran_by_the_rules_and_equals_eager(folder, result):
     validate(result, BENCH, "result", ResultBroken)
 
 
-def test_the_runner_gives_samples_of_this_machine(folder, tmp_path):
-    out = tmp_path / "r.json"
-    done = runner(folder, out)
+def test_the_runner_gives_samples_of_this_machine_and_leaves_no_telemetry(folder, tmp_path):
+    home, out = tmp_path / "home", tmp_path / "r.json"
+    home.mkdir()
+    done = runner(folder, out, {"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")})
     assert done.returncode == 0, done.stderr
+    assert not list(home.rglob("*"))
     document = read_result(out)
     assert judge.judged(document)["device"]["source"] == "host"
     for row in document["cells"]:
         assert row.items() >= statistics(row["samples_us"]).items()
         assert f"{row['id']} (cpu, {row['threads']}): p50 {row['p50_us']:.1f}, p90 " in done.stderr
-
-
-def test_the_runner_leaves_no_telemetry(folder, tmp_path):
-    home = tmp_path / "home"
-    home.mkdir()
-    env = {"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
-    done = runner(folder, tmp_path / "r.json", env)
-    assert done.returncode == 0, done.stderr
-    assert not list(home.rglob("*"))
 
 
 @pytest.mark.parametrize(
@@ -358,11 +359,7 @@ def test_a_graph_that_cannot_run_fails_alone(folder, tmp_path):
         plan["cells"].append({**broken, "id": "broken", "model": plan["files"][0]["file"]})
         assert plan["files"][0]["file"].startswith("expected/")  # no graph
 
-    path = edited(folder, tmp_path / "plan", keep_two)
-    out = tmp_path / "r.json"
-    done = runner(path, out)
-    assert done.returncode == 0, done.stderr
-    document = judge.judged(read_result(out))
+    document = ran_as(folder, tmp_path / "r.json", keep_two)
     states = {row["id"]: row["status"] for row in document["cells"]}
     assert states.pop("broken") == "failed"
     assert set(states.values()) == {"ok"}
@@ -375,39 +372,26 @@ def test_a_run_without_any_cell_is_doubted(folder, tmp_path):
     def spoil(plan):
         plan["cells"] = [{**plan["cells"][0], "model": plan["files"][0]["file"]}]
 
-    path = edited(folder, tmp_path / "plan", spoil)
-    out = tmp_path / "r.json"
-    assert runner(path, out).returncode == 0
-    document = judge.judged(read_result(out))
+    document = ran_as(folder, tmp_path / "r.json", spoil)
     assert document["repeat"] is None
     assert {"failed", "drift"} <= {flag["kind"] for flag in document["validity"]["flags"]}
 
 
 def test_threads_without_cores_are_skipped(folder, tmp_path):
-    out = tmp_path / "r.json"
     some = str(min(os.sched_getaffinity(0)))
-    done = runner(folder, out, threads=[1, 2], cores=some)
-    assert done.returncode == 0, done.stderr
-    states = {(row["threads"], row["status"]) for row in read_result(out)["cells"]}
-    assert states == {(1, "ok"), (2, "skipped")}
-    reasons = {row["reason"] for row in read_result(out)["cells"]}
+    cells = ran_as(folder, tmp_path / "r.json", threads=[1, 2], cores=some)["cells"]
+    assert {(row["threads"], row["status"]) for row in cells} == {(1, "ok"), (2, "skipped")}
+    reasons = {row["reason"] for row in cells}
     assert "2 threads need as many cores, here are 1" in reasons
 
 
 def test_a_profile_names_the_graphs_operators(folder, tmp_path):
-    def keep_one(plan):
-        (cell,) = (c for c in plan["cells"] if c["id"] == plan["reference"])
-        plan["cells"] = [cell]
-
-    path = edited(folder, tmp_path / "plan", keep_one)
-    out = tmp_path / "r.json"
-    done = runner(path, out, profile=True)
-    assert done.returncode == 0, done.stderr
-    document = judge.judged(read_result(out))
+    document = ran_as(folder, tmp_path / "r.json", only_reference, profile=True)
     (row,) = document["cells"]
     assert row["operators"]
     assert {entry["provider"] for entry in row["operators"]} == {"cpu"}
     assert all(entry["count"] >= 1 and entry["count"] % 1 == 0 for entry in row["operators"])
+    path = tmp_path / "plan"
     graph = onnx.load(path / read_plan(path)["cells"][0]["model"]).graph
     matmuls = sum(node.op_type in ("MatMul", "Gemm", "Einsum") for node in graph.node)
     counts = {entry["operator"]: entry["count"] for entry in row["operators"]}
@@ -423,11 +407,7 @@ def test_a_profile_names_the_graphs_operators(folder, tmp_path):
 
 def test_the_host_passes_provider_and_profile_on(folder, tmp_path, capfd):
     """Azure's provider, which PyPI's ONNX Runtime has, can run no node of these graphs."""
-
-    def keep_one(plan):
-        plan["cells"] = [cell for cell in plan["cells"] if cell["id"] == plan["reference"]]
-
-    path, out = edited(folder, tmp_path / "plan", keep_one), tmp_path / "r.json"
+    path, out = edited(folder, tmp_path / "plan", only_reference), tmp_path / "r.json"
     command = ["android", "host", str(path), "-o", str(out)]
     assert run([*command, "--provider", "azure", "--profile"]) == 0
     document = judge.judged(read_result(out))
@@ -502,12 +482,6 @@ ANCHOR, STATE, TIES = (
 )
 
 
-@pytest.mark.parametrize("name", [SCORE, MARKED, ANCHOR, STATE, TIES])
-def test_right_outputs_pass(outputs, folder, name):
-    cell, given, made = outputs(name)
-    assert parity(cell, given, made, folder)["passed"]
-
-
 def swap_slots(outputs):
     """Let the first head keep a slot that it should evict."""
     slots = outputs["kept_slot"]
@@ -518,6 +492,7 @@ def swap_slots(outputs):
 @pytest.mark.parametrize(
     ("name", "spoil", "fault"),
     [
+        *((name, lambda f: None, None) for name in (SCORE, MARKED, ANCHOR, STATE, TIES)),
         (SCORE, lambda f: f["scores"].__iadd__(1e-3), "differs by 0.001"),
         (SCORE, lambda f: f["scores"].__setitem__((0, 0, 5), np.nan), "is not finite"),
         (SCORE, lambda f: f.update(scores=f["scores"][..., :-1]), "is float32 [1, 2, 71]"),
@@ -535,24 +510,26 @@ def swap_slots(outputs):
         (STATE, lambda f: f["kept_accumulated"].__iadd__(1e-3), "kept_accumulated differs"),
     ],
 )  # fmt: skip
-def test_wrong_outputs_are_caught(outputs, folder, name, spoil, fault):
+def test_wrong_outputs_are_caught_and_right_ones_pass(outputs, folder, name, spoil, fault):
     cell, given, outputs_of = outputs(name)
     spoil(outputs_of)
     faults = parity(cell, given, outputs_of, folder)
-    assert not faults["passed"]
-    assert fault in faults["text"]
+    assert faults["passed"] == (fault is None)
+    assert (fault or "") in faults.get("text", "")
 
 
 # The device
 
 
-def test_files_of_cores_come_in_the_order_of_their_numbers(tmp_path):
+def test_files_of_cores_come_in_the_order_of_their_numbers_or_not_at_all(tmp_path):
     for core, khz in ((0, "1800"), (2, "2000"), (10, "3000")):
         folder = tmp_path / f"devices/system/cpu/cpu{core}/cpufreq"
         folder.mkdir(parents=True)
         (folder / "cpuinfo_max_freq").write_text(f"{khz}\n")
     contents = device.sysfs("devices/system/cpu/cpu[0-9]*/cpufreq/cpuinfo_max_freq", str(tmp_path))
     assert contents == ["1800", "2000", "3000"]
+    (tmp_path / "cpu0/governor").mkdir(parents=True)  # reading it fails
+    assert device.sysfs("cpu*/governor", str(tmp_path)) == []
 
 
 def test_the_fastest_cores_are_chosen(monkeypatch):
@@ -577,12 +554,6 @@ def test_peak_memory_is_the_systems_or_null_with_its_reason(tmp_path, result, cl
     validate(clean, BENCH, "clean", ResultBroken)
     assert f"peak memory unknown: no VmHWM in {tmp_path}" in table.markdown([judge.judged(clean)])
     assert result["memory"]["peak_bytes"] > 10 << 20  # Python and ONNX Runtime themselves
-
-
-def test_files_that_cannot_be_read_are_nothing(tmp_path):
-    (tmp_path / "cpu0").mkdir()
-    (tmp_path / "cpu0/governor").mkdir()  # reading it fails
-    assert device.sysfs("cpu*/governor", str(tmp_path)) == []
 
 
 PHONE = {
@@ -791,10 +762,7 @@ def test_a_sample_of_several_runs_counts_them(clean):
     assert judge.judged(clean)["validity"]["ok"]
 
 
-STATISTICS = ["min_us", "p50_us", "p90_us", "p95_us", "p99_us", "mean_us", "std_us"]
-
-
-@pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.parametrize("name", statistics([[1.0]]))
 def test_statistics_that_contradict_the_samples_are_refused(clean, name):
     right = judge.judged(clean)
     assert judge.judged(right) == right  # what is right stays
@@ -989,16 +957,10 @@ def test_results_that_cannot_be_compared_are_refused(clean, change, message):
         regress.regressions(judge.judged(clean), judge.judged(other), 0.1)
 
 
-@pytest.mark.parametrize("text", ["ten", "-5%", "nan", "inf%", ""])
-def test_a_wrong_percentage_is_refused(saved, text, kvcap):
-    assert "use a percentage such as 10%" in kvcap.refused(
-        "android", "report", saved("a.json"), "--max-regress", text
-    )
-
-
-def test_a_percentage_alone_compares_nothing_and_is_refused(saved, kvcap):
-    output = kvcap.refused("android", "report", saved("a.json"), "--max-regress", "5%")
-    assert "give it as --baseline" in output
+@pytest.mark.parametrize("text", ["ten", "-5%", "nan", "inf%", "", "5%"])
+def test_a_wrong_percentage_or_one_alone_is_refused(saved, text, kvcap):
+    says = "give it as --baseline" if text == "5%" else "use a percentage such as 10%"
+    assert says in kvcap.refused("android", "report", saved("a.json"), "--max-regress", text)
 
 
 # Documents
