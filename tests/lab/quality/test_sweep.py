@@ -291,6 +291,9 @@ def test_a_sweep_writes_every_cell_and_a_table(sweep: Sweep, tmp_path: Path) -> 
     assert all(named <= set(row) for row in rows)
     assert all(len(c.scores or ()) == 3 and c.unit == "share" for c in cells)
     assert all(c.score == sum(c.scores or ()) / 3 for c in cells)
+    for cell in cells:
+        cache = new_cache(tiny_config("llama"), cell.setting).allocate(1, torch.float32, "cpu")
+        assert cell.kv_bytes == cache.nbytes
     assert read_cells(tmp_path / "cells.jsonl") == cells
     text = (tmp_path / "results.md").read_text()
     assert text == results(cells)
@@ -360,13 +363,6 @@ def test_results_cannot_go_below_a_file(
     assert f"{str(file)!r} is a file, not a folder" in capsys.readouterr().err.replace("\n", "")
 
 
-def test_cell_bytes_are_those_of_an_allocated_cache(sweep: Sweep, tmp_path: Path) -> None:
-    config = tiny_config("llama")
-    for cell in run(sweep, tmp_path):
-        cache = new_cache(config, cell.setting).allocate(1, torch.float32, "cpu")
-        assert cell.kv_bytes == cache.nbytes
-
-
 def test_a_cell_says_what_eviction_costs(sweep: Sweep, tmp_path: Path) -> None:
     policies = ("keydiff", "h2o", "snapkv", "full")
     changes = {"policies": policies, "budgets": (40,), "positions": ("true",), "samples": 1}
@@ -416,13 +412,10 @@ def test_every_measured_block_evicts() -> None:
     assert cache.seen == 16 * (3 + 4 + 3)  # to fill the cache, to warm up, measured
 
 
-def test_all_is_every_policy_once() -> None:
+def test_all_is_every_policy_and_ruler_every_family_of_rulers_once() -> None:
     named = runner.spelled_out(("snapkv", "all", "keydiff"))
     assert sorted(named) == sorted(policies())
     assert named[0] == "snapkv"
-
-
-def test_ruler_is_every_family_of_rulers_once() -> None:
     named = spelled_out(("vt", "ruler", "niah_single"))
     assert named[0] == "vt"
     assert len(named) == len(set(named)) == 12
@@ -516,7 +509,7 @@ def test_cells_without_the_newer_fields_are_read(sweep: Sweep, tmp_path: Path) -
     assert len(path.read_text().splitlines()) == 5  # none was measured again
 
 
-def test_an_interrupted_sweep_goes_on_where_it_stopped(
+def test_an_interrupted_sweep_goes_on_where_it_stopped_unless_by_another_version(
     sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(done: int, *_: Any) -> None:
@@ -532,14 +525,9 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(
     cells = run(sweep, tmp_path, lambda done, *_: steps.append(done))
     assert steps == [2, 3, 4, 5]
     assert cells[:2] == kept
-    monkeypatch.setattr(runner.CellJob, "load", pytest.fail)
-    assert run(sweep, tmp_path) == cells  # nothing is missing: no model is loaded
-
-
-def test_cells_of_another_version_are_measured_anew(
-    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(sweep, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.CellJob, "load", pytest.fail)
+        assert run(sweep, tmp_path) == cells  # nothing is missing: no model is loaded
     monkeypatch.setattr("kvcap.__version__", "99")
     assert {cell.versions["kvcap"] for cell in run(sweep, tmp_path)} == {"99"}
 
