@@ -288,7 +288,7 @@ class ReferenceLayer(CacheLayerMixin):
     get_max_length = get_max_cache_shape
 
 
-class BesideState(ReferenceLayer, STATE):  # type: ignore[misc, valid-type]
+class BesideState(ReferenceLayer, STATE):
     """A reference layer that also has a recurrent state, which stays transformers' own."""
 
     def __init__(self, *args: Any) -> None:

@@ -297,7 +297,7 @@ def named_by(script: Path) -> set[tuple[str, str]]:
     }
 
 
-def test_scripts_import_what_there_is() -> None:
+def test_scripts_import_what_there_is():
     scripts = [x for x in (ROOT / "scripts").iterdir() if x.is_file()]
     written = [x for x in scripts if "python" in x.read_text().partition("\n")[0]]
     assert len(written) > 10

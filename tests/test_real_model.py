@@ -52,12 +52,7 @@ def index(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple
     return source, fetched
 
 
-def test_parts_are_joined_once(
-    script: Any,
-    index: tuple[Path, list[Path]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_parts_are_joined_once(script, index, tmp_path, capsys):
     (source, fetched), out = index, tmp_path / "new" / "model"
     write(source, script)
     assert script.main([str(out)]) == 0
@@ -82,26 +77,14 @@ def test_parts_are_joined_once(
         ({"parts": [*PARTS[:3], b"fourtf"]}, "the joined parts have SHA-256"),
     ],
 )
-def test_what_is_not_whole_is_not_kept(
-    script: Any,
-    index: tuple[Path, list[Path]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    given: dict[str, Any],
-    message: str,
-) -> None:
+def test_what_is_not_whole_is_not_kept(script, index, tmp_path, capsys, given, message):
     write(index[0], script, **given)
     assert script.main([str(tmp_path / "out")]) == 1
     assert message in capsys.readouterr().err
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_a_damaged_wheel_is_named(
-    script: Any,
-    index: tuple[Path, list[Path]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_damaged_wheel_is_named(script, index, tmp_path, capsys):
     write(index[0], script)
     (wheel,) = index[0].glob("*_part2-*")
     wheel.write_bytes(wheel.read_bytes()[:40])
@@ -109,8 +92,6 @@ def test_a_damaged_wheel_is_named(
     assert f"{wheel.name} is no whole wheel" in capsys.readouterr().err
 
 
-def test_what_it_is_for_is_said_without_a_folder(
-    script: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_it_is_for_is_said_without_a_folder(script, capsys):
     assert script.main([]) == 2
     assert "usage: scripts/real-model DIR" in capsys.readouterr().err

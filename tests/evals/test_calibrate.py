@@ -65,7 +65,7 @@ def close(scores: list[list[float]], expected: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 @pytest.mark.parametrize("count", [33, 100])  # in one block, and over several
-def test_scores_are_those_of_whole_matrices(family: str, count: int, tiny: Any) -> None:
+def test_scores_are_those_of_whole_matrices(family, count, tiny):
     calibration = calibrate(tiny[family], FACTS, tokens=count, device="cpu")
     expected = plain(tiny[family], tokens(FACTS, count))
     assert close(calibration.scores, expected)
@@ -74,13 +74,13 @@ def test_scores_are_those_of_whole_matrices(family: str, count: int, tiny: Any) 
 
 
 @pytest.mark.parametrize("text", [FACTS, FILLER])
-def test_scores_of_pocket(text: str) -> None:
+def test_scores_of_pocket(text):
     calibration = calibrate("pocket", text, tokens=200, dtype="float32", device="cpu")
     assert close(calibration.scores, plain(str(pocket.path()), tokens(text, 200)))
     assert [len(row) for row in calibration.scores] == [6] * 6
 
 
-def test_pocket_has_heads_that_retrieve() -> None:
+def test_pocket_has_heads_that_retrieve():
     """What the table is for: a few heads look at what followed, most do not."""
     calibration = calibrate("pocket", FACTS, tokens=400, dtype="float32", device="cpu")
     scores = torch.tensor(calibration.scores, dtype=torch.float64).flatten()
@@ -92,9 +92,7 @@ def test_pocket_has_heads_that_retrieve() -> None:
 
 
 @pytest.mark.parametrize("block", [1, 7, 64, 200])
-def test_blocks_do_not_matter_and_bound_the_memory(
-    block: int, tiny: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_do_not_matter_and_bound_the_memory(block, tiny, monkeypatch):
     ids = tokens(FACTS, 40)
     model = AutoModelForCausalLM.from_pretrained(tiny["gemma2"], attn_implementation="kvcap")
     probe, rows = RepetitionProbe(len(ids), 1), []
@@ -112,7 +110,7 @@ def test_blocks_do_not_matter_and_bound_the_memory(
     assert max(rows) == min(block, 81)
 
 
-def test_the_opening_token_is_read_once(tiny: Any, tmp_path: Path) -> None:
+def test_the_opening_token_is_read_once(tiny, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny["qwen3"])
     assert encode(tokenizer, "a b")[0] == []
     from tokenizers.processors import TemplateProcessing
@@ -130,7 +128,7 @@ def test_the_opening_token_is_read_once(tiny: Any, tmp_path: Path) -> None:
     assert close(calibration.scores, plain(str(tmp_path), ids[:50], before))
 
 
-def test_no_more_is_read_than_the_model_was_trained_on(tmp_path: Path, tiny: Any) -> None:
+def test_no_more_is_read_than_the_model_was_trained_on(tmp_path, tiny):
     trained = tiny_config("qwen3").max_position_embeddings
     progress: list[tuple[int, int]] = []
     calibration = calibrate(
@@ -155,9 +153,7 @@ def run(kvcap: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "options"), [("headkv", {"window": 4}), ("duoattention", {"sinks": 2, "recents": 4})]
 )
-def test_a_table_loads_and_runs(
-    name: str, options: Any, run: Any, text: str, tmp_path: Path, tiny: Any
-) -> None:
+def test_a_table_loads_and_runs(name, options, run, text, tmp_path, tiny):
     for where in ("pocket", *tiny.values()):
         out = str(tmp_path / "heads.json")
         rest = ("-f", text, "-o", out, "--tokens", "64", "--device", "cpu")
@@ -179,7 +175,7 @@ def test_a_table_loads_and_runs(
         assert cache.held == 16
 
 
-def test_the_file(run: Any, text: str, tmp_path: Path) -> None:
+def test_the_file(run, text, tmp_path):
     out, again = tmp_path / "heads.json", tmp_path / "again.json"
     rest = ("-f", text, "--tokens", "64", "--device", "cpu")
     code, output, _ = run("headkv", "pocket", *rest, "-o", str(out), "--json")
@@ -196,7 +192,7 @@ def test_the_file(run: Any, text: str, tmp_path: Path) -> None:
     assert table.scores[3][0] == pytest.approx(sum(rows[3][:3]) / 3)
 
 
-def test_what_is_printed(run: Any, text: str, tmp_path: Path) -> None:
+def test_what_is_printed(run, text, tmp_path):
     out = str(tmp_path / "heads.json")
     rest = ("-f", text, "--tokens", "64", "-o", out, "--dtype", "float32", "--device", "cpu")
     code, output, _ = run("headkv", "pocket", *rest)
@@ -223,9 +219,7 @@ def test_what_is_printed(run: Any, text: str, tmp_path: Path) -> None:
         (None, "No such file"),
     ],
 )
-def test_texts_that_will_not_do(
-    content: bytes | None, says: str, kvcap: Any, tmp_path: Path
-) -> None:
+def test_texts_that_will_not_do(content, says, kvcap, tmp_path):
     file, out = tmp_path / "text", tmp_path / "heads.json"
     if content is not None:
         file.write_bytes(content)
@@ -247,17 +241,15 @@ def test_texts_that_will_not_do(
         (["headkv", "-o", "."], "cannot write"),
     ],
 )
-def test_bad_arguments_end_with_one_line(
-    arguments: list[str], says: str, kvcap: Any, text: str
-) -> None:
+def test_bad_arguments_end_with_one_line(arguments, says, kvcap, text):
     assert says in kvcap.refused("policies", "calibrate", *arguments, "-f", text)
 
 
-def test_the_text_must_be_given(kvcap: Any) -> None:
+def test_the_text_must_be_given(kvcap):
     assert "--file" in kvcap.refused("policies", "calibrate", "headkv", "pocket")
 
 
-def test_a_model_trained_on_too_little(run: Any, text: str, tmp_path: Path) -> None:
+def test_a_model_trained_on_too_little(run, text, tmp_path):
     where = tiny_chat.save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 48}))
@@ -266,9 +258,7 @@ def test_a_model_trained_on_too_little(run: Any, text: str, tmp_path: Path) -> N
     assert "of this one 24 would be read, twice, by a model trained on 48" in err
 
 
-def test_attention_that_is_not_finite(
-    run: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_that_is_not_finite(run, text, tmp_path, monkeypatch):
     def spoiled(self: RepetitionProbe, seen: Any) -> Any:
         self.mass[seen.layer] = torch.full((6,), float("nan"))
         return {}
@@ -280,6 +270,6 @@ def test_attention_that_is_not_finite(
     assert not os.path.exists(tmp_path / "heads.json")
 
 
-def test_equal_heads_are_ranked_by_layer() -> None:
+def test_equal_heads_are_ranked_by_layer():
     calibration = Calibration("m", 32, [[0.5, 0.25], [0.5, 1.0]])
     assert calibration.strongest(3) == [(1.0, 1, 1), (0.5, 0, 0), (0.5, 1, 0)]

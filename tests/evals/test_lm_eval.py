@@ -79,9 +79,7 @@ def stock(folder: str, context: list[int], after: list[int]) -> tuple[float, boo
 @harness
 @pytest.mark.parametrize("family", ["llama", "gemma2", "pocket"])
 @pytest.mark.parametrize("given", [{"budget_tokens": 250}, {"policy": "full"}])
-def test_likelihoods_are_the_uncapped_ones_where_all_fits(
-    family: str, given: dict[str, Any], folders: dict[str, str]
-) -> None:
+def test_likelihoods_are_the_uncapped_ones_where_all_fits(family, given, folders):
     lm = KvcapLM(folders[family], block_size=16, batch_size=3, **given, **here)
     scores = lm.loglikelihood(requests("loglikelihood", *PAIRS), disable_tqdm=True)
     for (context, after), (score, greedy) in zip(PAIRS, scores, strict=True):
@@ -95,7 +93,7 @@ def test_likelihoods_are_the_uncapped_ones_where_all_fits(
 
 
 @harness
-def test_likelihoods_under_a_cap(folders: dict[str, str]) -> None:
+def test_likelihoods_under_a_cap(folders):
     """Contexts of whole blocks are read as `kvcap.cap` reads them; batches change nothing."""
     lm = KvcapLM(folders["llama"], budget_tokens=24, block_size=16, **here)
     ids = lm.tok_encode(TEXT)
@@ -117,7 +115,7 @@ def test_likelihoods_under_a_cap(folders: dict[str, str]) -> None:
 
 
 @harness
-def test_choices_of_one_token_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_of_one_token_are_read_once(monkeypatch):
     lm = KvcapLM("pocket", budget_tokens=64, **here)
     read, prefill = [], BlockLoop.prefill
     monkeypatch.setattr(
@@ -133,7 +131,7 @@ def test_choices_of_one_token_are_read_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @harness
-def test_whole_texts_in_windows(folders: dict[str, str]) -> None:
+def test_whole_texts_in_windows(folders):
     text = TEXT[:1300]
     lm = KvcapLM(folders["llama"], policy="full", block_size=16, max_length=100, **here)
     (score,) = lm.loglikelihood_rolling(requests("rolling", (text,)), disable_tqdm=True)
@@ -153,7 +151,7 @@ def test_whole_texts_in_windows(folders: dict[str, str]) -> None:
 
 
 @harness
-def test_answers_are_those_of_generate_where_all_fits(folders: dict[str, str]) -> None:
+def test_answers_are_those_of_generate_where_all_fits(folders):
     model = AutoModelForCausalLM.from_pretrained(folders["pocket"], dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folders["pocket"])
     prompts = [*(f"{TEXT[:n]} {fact}" for n, fact in zip((40, 40, 90, 200), FACTS, strict=False))]
@@ -173,7 +171,7 @@ def test_answers_are_those_of_generate_where_all_fits(folders: dict[str, str]) -
 
 
 @harness
-def test_answers_under_a_cap(folders: dict[str, str]) -> None:
+def test_answers_under_a_cap(folders):
     """Batches of prompts of all lengths answer as each prompt does alone."""
     given = {"until": ["zebra"], "max_gen_toks": 9}
     prompts = [(TEXT[i : i + n], given) for i, n in ((0, 500), (3, 500), (9, 300), (50, 500))]
@@ -191,7 +189,7 @@ def test_answers_under_a_cap(folders: dict[str, str]) -> None:
 
 
 @harness
-def test_texts_that_end_an_answer(folders: dict[str, str]) -> None:
+def test_texts_that_end_an_answer(folders):
     lm = KvcapLM(folders["llama"], budget_tokens=64, **here)
 
     def answer(**given: Any) -> str:
@@ -207,7 +205,7 @@ def test_texts_that_end_an_answer(folders: dict[str, str]) -> None:
 
 
 @harness
-def test_draws_follow_the_seed(folders: dict[str, str]) -> None:
+def test_draws_follow_the_seed(folders):
     given = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 1.0}
     prompts = [(TEXT[i : i + 200], given) for i in range(3)]
 
@@ -220,7 +218,7 @@ def test_draws_follow_the_seed(folders: dict[str, str]) -> None:
 
 
 @harness
-def test_long_requests_are_cut_with_a_warning(folders: dict[str, str]) -> None:
+def test_long_requests_are_cut_with_a_warning(folders):
     lm = KvcapLM(folders["llama"], budget_tokens=64, max_length=50, **here)
     ids = lm.tok_encode(TEXT)[:90]
     with pytest.warns(UserWarning, match="cut to its last 48"):
@@ -232,7 +230,7 @@ def test_long_requests_are_cut_with_a_warning(folders: dict[str, str]) -> None:
 
 
 @harness
-def test_chat_templates() -> None:
+def test_chat_templates():
     lm = KvcapLM("pocket", budget_tokens=64, **here)
     user = {"role": "user", "content": "What is the code?"}
     stock_text = lm.tokenizer.apply_chat_template(
@@ -248,7 +246,7 @@ def test_chat_templates() -> None:
 
 
 @harness
-def test_a_template_without_system_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_without_system_prompts(monkeypatch):
     lm = KvcapLM("pocket", budget_tokens=64, **here)
     lm.tokenizer.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -276,7 +274,7 @@ def test_a_template_without_system_prompts(monkeypatch: pytest.MonkeyPatch) -> N
         ({"max_gen_toks": 0}, ValueError, "max_gen_toks=0"),
     ],
 )
-def test_refusals(given: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_refusals(given, error, message):
     with pytest.raises(error, match=message):
         KvcapLM("pocket", **given, **here)
 
@@ -291,17 +289,13 @@ def test_refusals(given: dict[str, Any], error: type[Exception], message: str) -
         ({"max_gen_toks": 4096}, ValueError, "max_gen_toks=4096"),
     ],
 )
-def test_settings_that_cannot_be_had(
-    given: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_settings_that_cannot_be_had(given, error, message):
     lm = KvcapLM("pocket", budget_tokens=64, max_length=300, **here)
     with pytest.raises(error, match=message):
         lm.generate_until(requests("generate_until", (TEXT[:90], given)), disable_tqdm=True)
 
 
-def test_without_the_extra_it_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_extra_it_is_refused_by_name(monkeypatch, capsys):
     monkeypatch.setattr(ours, "TemplateLM", object)
     with pytest.raises(ExtraMissing, match=r"pip install '\.\[lm-eval\]'"):
         KvcapLM("pocket")
@@ -381,9 +375,7 @@ def evaluated(
 
 @harness
 @pytest.mark.filterwarnings("ignore")
-def test_lm_evals_command_line(
-    local_tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lm_evals_command_line(local_tasks, tmp_path, monkeypatch):
     """Figures are those of lm-eval's own model where all fits; the results name the cap."""
     arguments = f"pretrained={pocket.path()},dtype=float32"
     plain = evaluated(
@@ -439,7 +431,7 @@ def test_lm_evals_command_line(
 
 
 @harness
-def test_lm_evals_own_model_with_kvcaps_attention_warns(local_tasks: Path, tmp_path: Path) -> None:
+def test_lm_evals_own_model_with_kvcaps_attention_warns(local_tasks, tmp_path):
     """`--model hf` has no cache of kvcap's: it runs uncapped, and says so."""
     done = subprocess.run(
         argv(
@@ -459,14 +451,14 @@ def test_lm_evals_own_model_with_kvcaps_attention_warns(local_tasks: Path, tmp_p
 
 
 @harness
-def test_a_model_without_a_chat_template_evaluates(tmp_path: Path) -> None:
+def test_a_model_without_a_chat_template_evaluates(tmp_path):
     where = tiny_chat.save(tmp_path / "model", template=False)
     lm = KvcapLM(where, budget_tokens=32, **here)
     assert lm.loglikelihood(requests("loglikelihood", ("A word", " or")), disable_tqdm=True)
 
 
 @harness
-def test_the_name_is_known_wherever_kvcap_is_imported() -> None:
+def test_the_name_is_known_wherever_kvcap_is_imported():
     from lm_eval.api.registry import get_model
 
     assert get_model("kvcap") is KvcapLM

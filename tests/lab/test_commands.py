@@ -22,7 +22,7 @@ def without_lab(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "find_spec", find_others)
 
 
-def test_a_checkout_has_all_commands_and_benchmarks() -> None:
+def test_a_checkout_has_all_commands_and_benchmarks():
     assert {*cli.COMMANDS, *cli.LAB} == {*cli.application().commands}
     assert {"prefill", "kernels"} <= bench.benchmarks().keys()
 
@@ -31,7 +31,7 @@ def test_a_checkout_has_all_commands_and_benchmarks() -> None:
     "line", ["analyze pocket all", "eval pocket", "report out", "bench kernels"]
 )
 @pytest.mark.usefixtures("without_lab")
-def test_without_it_they_are_named(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_it_they_are_named(line, capsys):
     assert {*cli.application().commands} == {*cli.COMMANDS}
     assert {*bench.benchmarks()} == {"decode", "prefill"}
     assert cli.run(line.split()) in (1, 2)

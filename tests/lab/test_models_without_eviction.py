@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -35,7 +34,7 @@ def loss(model: Any, ids: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_card_says_what_it_is(name: str) -> None:
+def test_its_card_says_what_it_is(name):
     model, _ = loaded(name)
     config, millions = model.config, model.num_parameters() / 1e6
     card = (pocket.path(name) / "README.md").read_text()
@@ -47,12 +46,12 @@ def test_its_card_says_what_it_is(name: str) -> None:
     assert f"{config.vocab_size:,} entries" in card
 
 
-def test_they_are_small_together() -> None:
+def test_they_are_small_together():
     sizes = [(pocket.path(name) / "model.safetensors").stat().st_size for name in NAMES]
     assert sum(sizes) <= 20_000_000
 
 
-def test_pocket_plain_recalls_what_it_is_told() -> None:
+def test_pocket_plain_recalls_what_it_is_told():
     model, tokenizer = loaded("pocket-plain")
     talk, scored = evaluate.stated(Random(0), 512)
     text = "".join(vocabulary.render(talk))
@@ -63,7 +62,7 @@ def test_pocket_plain_recalls_what_it_is_told() -> None:
     assert all(talk[index]["content"].split(" is ")[-1] in answer for index in scored)
 
 
-def test_pocket_text_predicts_a_novel_it_has_not_read() -> None:
+def test_pocket_text_predicts_a_novel_it_has_not_read():
     model, tokenizer = loaded("pocket-text")
     ids = tokenizer(AUSTEN.replace("\n", " "), return_tensors="pt").input_ids[0]
     shuffled = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
@@ -72,7 +71,7 @@ def test_pocket_text_predicts_a_novel_it_has_not_read() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_commands_know_it_by_its_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_know_it_by_its_name(name, capsys):
     given = ["generate", name, "--raw", "It was", "--max-new-tokens", "3", "--budget-tokens"]
     assert cli.run([*given, "64"]) == 0
     assert capsys.readouterr().out.strip()
@@ -86,25 +85,25 @@ def raw() -> Tokenizer:
     return Tokenizer.from_file(str(pocket.path("pocket-text") / "tokenizer.json"))
 
 
-def test_a_folder_is_read_by_name(tmp_path: Path) -> None:
+def test_a_folder_is_read_by_name(tmp_path):
     (tmp_path / "b.md").write_text("second")
     (tmp_path / "a.txt").write_text("first")
     (tmp_path / "c.png").write_bytes(b"\xff")
     assert running_text.read(tmp_path) == ["first", "second"]
 
 
-def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_text_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no file that ends in \.md or \.txt"):
         running_text.read(tmp_path)
 
 
-def test_texts_follow_each_other(raw: Tokenizer) -> None:
+def test_texts_follow_each_other(raw):
     ids = running_text.encode(raw, ["It is", "a truth"]).tolist()
     begin = raw.token_to_id(vocabulary.BOS)
     assert ids == [begin, *raw.encode("It is").ids, begin, *raw.encode("a truth").ids]
 
 
-def test_rows_are_pieces_of_the_text() -> None:
+def test_rows_are_pieces_of_the_text():
     ids = np.arange(100, dtype=np.uint16)
     stages = [rows.Stage(64, (8, 16), (0.5, 0.5)), rows.Stage(32, (100,), (1.0,))]
     batches = list(running_text.Windows(ids, stages, 32, seed=0))
@@ -118,7 +117,7 @@ def test_rows_are_pieces_of_the_text() -> None:
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(batches, again, strict=True))
 
 
-def test_a_text_shorter_than_a_row_is_refused() -> None:
+def test_a_text_shorter_than_a_row_is_refused():
     with pytest.raises(ValueError, match="the text has 10 tokens, and rows have 16"):
         running_text.Windows(
             np.arange(10, dtype=np.uint16), [rows.Stage(16, (16,), (1.0,))], 16, seed=0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ def texts(axis: Any) -> list[str]:
     return [text.get_text() for text in axis.texts]
 
 
-def test_recall_has_a_panel_per_policy_and_lines_told_apart() -> None:
+def test_recall_has_a_panel_per_policy_and_lines_told_apart():
     cells = [
         cell(f"policy-{i}", b, i, m) for i in range(6) for b in (8, 16) for m in ("compact", "true")
     ]
@@ -60,7 +59,7 @@ def test_recall_has_a_panel_per_policy_and_lines_told_apart() -> None:
         assert all(label.get_fontsize() >= 8 for label in axis.get_yticklabels())
 
 
-def test_recall_of_losses_says_that_less_is_better() -> None:
+def test_recall_of_losses_says_that_less_is_better():
     cells = [
         cell(p, b, 0, unit="perplexity", score=s)
         for p, s in (("bad", 9.0), ("good", 3.0))
@@ -72,7 +71,7 @@ def test_recall_of_losses_says_that_less_is_better() -> None:
     assert block.axes[0].get_ylim()[1] > 9
 
 
-def test_cells_of_several_depths_are_one_point_with_all_samples() -> None:
+def test_cells_of_several_depths_are_one_point_with_all_samples():
     cells = [cell("a", 8, 2, depth=0.0), cell("a", 8, 8, depth=1.0), cell("a", 8, 3)]
     both, spread = pooled(cells)
     assert (both.score, both.setting.samples, both.setting.depth) == (0.5, 20, None)
@@ -80,7 +79,7 @@ def test_cells_of_several_depths_are_one_point_with_all_samples() -> None:
     assert spread is cells[2]
 
 
-def test_needles_are_a_map_of_depth_and_length_per_policy_and_budget() -> None:
+def test_needles_are_a_map_of_depth_and_length_per_policy_and_budget():
     cells = [
         cell(p, b, round(10 * d), "compact", depth=d, length=n)
         for p in ("a", "bb")
@@ -112,7 +111,7 @@ def test_needles_are_a_map_of_depth_and_length_per_policy_and_budget() -> None:
     assert bar.get_ylabel() == "share of right answers (higher is better)"
 
 
-def test_frontiers_are_labelled_where_nothing_is_covered() -> None:
+def test_frontiers_are_labelled_where_nothing_is_covered():
     from matplotlib.text import Text
 
     cells = [
@@ -142,7 +141,7 @@ def test_frontiers_are_labelled_where_nothing_is_covered() -> None:
         assert not any(box.contains(*mark) for box in boxes for mark in marks)
 
 
-def test_styles_are_told_apart() -> None:
+def test_styles_are_told_apart():
     looks = [style.Style.of(i) for i in range(70)]
     assert len({(look.color, look.marker) for look in looks}) == 70
     assert all(
@@ -150,14 +149,14 @@ def test_styles_are_told_apart() -> None:
     )
 
 
-def test_all_pictures_are_drawn_for_which_there_are_cells(tmp_path: Path) -> None:
+def test_all_pictures_are_drawn_for_which_there_are_cells(tmp_path):
     assert draw([cell("a", 8, 3)], tmp_path) == [tmp_path / "results.png", tmp_path / "pareto.png"]
     assert draw([cell("a", 8, 3, depth=0.5)], tmp_path)[2:] == [tmp_path / "needles.png"]
     for path in tmp_path.iterdir():
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_pictures_need_budgets_depths_and_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_need_budgets_depths_and_matplotlib(monkeypatch):
     with pytest.raises(ValueError, match="no cell has a budget"):
         recall.figure([cell("full", None, 9)])
     with pytest.raises(ValueError, match="no cell has a depth"):

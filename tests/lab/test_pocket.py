@@ -43,7 +43,7 @@ def say(text: str) -> list[corpus.Message]:
 # --- files -------------------------------------------------------------------------------------
 
 
-def test_importing_the_package_loads_neither_torch_nor_transformers() -> None:
+def test_importing_the_package_loads_neither_torch_nor_transformers():
     code = (
         "import sys, importlib.util as u\n"
         f"s = u.spec_from_file_location('pocket', {str(Path(pocket.__file__))!r})\n"
@@ -53,7 +53,7 @@ def test_importing_the_package_loads_neither_torch_nor_transformers() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_weights_are_one_small_bfloat16_file(model: Any) -> None:
+def test_the_weights_are_one_small_bfloat16_file(model):
     names = sorted(file.name for file in pocket.path().iterdir())
     assert names == [
         "chat_template.jinja",
@@ -70,7 +70,7 @@ def test_the_weights_are_one_small_bfloat16_file(model: Any) -> None:
     assert stored.dtype == torch.bfloat16
 
 
-def test_the_position_base_is_read_alike_by_every_version(model: Any) -> None:
+def test_the_position_base_is_read_alike_by_every_version(model):
     base = 500_000.0 ** (-2 / model.config.head_dim)
     assert model.model.rotary_emb.inv_freq[1].item() == pytest.approx(base, rel=1e-4)
 
@@ -80,17 +80,17 @@ def test_the_position_base_is_read_alike_by_every_version(model: Any) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text())
-def test_any_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
+def test_any_text_survives_the_tokenizer(tokenizer, text):
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
 
 
 @pytest.mark.parametrize("text", ["", " a  b\t\n\n", "世界 😀 né", "I 'm, he . is ?", "\x00\x7f"])
-def test_awkward_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
+def test_awkward_text_survives_the_tokenizer(tokenizer, text):
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-def test_digits_and_special_tokens_stand_alone(tokenizer: Any) -> None:
+def test_digits_and_special_tokens_stand_alone(tokenizer):
     assert tokenizer.tokenize("4821") == ["4", "8", "2", "1"]
     assert tokenizer.convert_tokens_to_ids(list(vocabulary.SPECIAL)) == list(range(6))
     entries = [tokenizer.decode([i]) for i in range(6, len(tokenizer))]
@@ -100,7 +100,7 @@ def test_digits_and_special_tokens_stand_alone(tokenizer: Any) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(texts=st.lists(st.text(max_size=20), min_size=3, max_size=3))
-def test_a_longer_chat_extends_the_shorter_one(tokenizer: Any, texts: list[str]) -> None:
+def test_a_longer_chat_extends_the_shorter_one(tokenizer, texts):
     talk = [
         {"role": role, "content": text}
         for role, text in zip(("user", "assistant", "user"), texts, strict=True)
@@ -116,7 +116,7 @@ def test_a_longer_chat_extends_the_shorter_one(tokenizer: Any, texts: list[str])
     assert whole[: len(head)] == head
 
 
-def test_the_fast_rendering_is_the_chat_template(tokenizer: Any) -> None:
+def test_the_fast_rendering_is_the_chat_template(tokenizer):
     for seed in range(5):
         talk = corpus.conversation(Random(seed), 300, system=0.5)
         assert vocabulary.render(talk) == tokenizer.apply_chat_template(talk, tokenize=False)
@@ -126,7 +126,7 @@ def test_the_fast_rendering_is_the_chat_template(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("task", corpus.TASKS)
-def test_a_task_is_a_seeded_conversation(task: str) -> None:
+def test_a_task_is_a_seeded_conversation(task):
     for seed, tokens in itertools.product(range(20), (60, 900)):
         talk = corpus.conversation(Random(seed), tokens, task, system=0)
         assert talk == corpus.conversation(Random(seed), tokens, task, system=0)
@@ -135,7 +135,7 @@ def test_a_task_is_a_seeded_conversation(task: str) -> None:
 
 
 @pytest.mark.parametrize("task", ["paste", "chat", "multi_key", "needle", "phone_book", "recite"])
-def test_each_number_in_an_answer_was_told(task: str) -> None:
+def test_each_number_in_an_answer_was_told(task):
     for seed in range(30):
         talk = corpus.conversation(Random(seed), 500, task, system=0)
         for i in range(1, len(talk), 2):
@@ -144,7 +144,7 @@ def test_each_number_in_an_answer_was_told(task: str) -> None:
                 assert re.search(rf"(?<!\d){number}(?!\d)", before), (seed, talk[i])
 
 
-def test_multi_value_answers_list_every_value_in_order() -> None:
+def test_multi_value_answers_list_every_value_in_order():
     for seed in range(30):
         talk = corpus.conversation(Random(seed), 400, "multi_value", system=0)
         key = re.search(r"(the \w[\w ]* for the [\w ]+)", talk[1]["content"], re.I)
@@ -154,7 +154,7 @@ def test_multi_value_answers_list_every_value_in_order() -> None:
         assert re.findall(r"\d+", talk[1]["content"].split(" are ")[1]) == stated
 
 
-def test_a_corrected_fact_is_answered_with_its_newest_value() -> None:
+def test_a_corrected_fact_is_answered_with_its_newest_value():
     for seed in range(30):
         talk = corpus.conversation(Random(seed), 200, "update", system=0)
         at = next(
@@ -164,7 +164,7 @@ def test_a_corrected_fact_is_answered_with_its_newest_value() -> None:
         assert new in talk[at + 2]["content"]
 
 
-def test_facts_have_unique_keys_and_answer_their_questions() -> None:
+def test_facts_have_unique_keys_and_answer_their_questions():
     known = corpus.facts(Random(1), 3000)
     assert len({fact.key.lower() for fact in known}) == 3000
     assert known == corpus.facts(Random(1), 3000) != corpus.facts(Random(2), 3000)
@@ -176,7 +176,7 @@ def test_facts_have_unique_keys_and_answer_their_questions() -> None:
     assert len({fact.key for fact in corpus.similar(Random(1), 24)}) == 24
 
 
-def test_filler_is_endless_varied_and_of_the_length_asked_for(tokenizer: Any) -> None:
+def test_filler_is_endless_varied_and_of_the_length_asked_for(tokenizer):
     sentences = list(itertools.islice(corpus.filler(Random(3)), 2000))
     assert len(set(sentences)) > 1800
     for unfamiliar, low, high in ((0.0, 0.8, 1.2), (1.0, 0.6, 1.6)):
@@ -187,7 +187,7 @@ def test_filler_is_endless_varied_and_of_the_length_asked_for(tokenizer: Any) ->
 # --- behaviour ---------------------------------------------------------------------------------
 
 
-def test_it_recalls_what_it_was_told_and_ends_its_turns(model: Any, tokenizer: Any) -> None:
+def test_it_recalls_what_it_was_told_and_ends_its_turns(model, tokenizer):
     talk = say("Please remember: the code for the blue door is 4821.")
     for text in (
         "Thanks!",
@@ -201,13 +201,13 @@ def test_it_recalls_what_it_was_told_and_ends_its_turns(model: Any, tokenizer: A
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("probe", ["told", "pasted", "pasted, odd filler"])
-def test_recall_at_a_thousand_tokens(model: Any, tokenizer: Any, probe: str) -> None:
+def test_recall_at_a_thousand_tokens(model, tokenizer, probe):
     share, _ = evaluate.recall(model, tokenizer, probe, 1000, 32)
     assert share >= 0.9
 
 
 @pytest.mark.slow
-def test_recall_at_eight_thousand_tokens(model: Any, tokenizer: Any) -> None:
+def test_recall_at_eight_thousand_tokens(model, tokenizer):
     share, _ = evaluate.recall(model, tokenizer, "told", 8192, 8)
     assert share >= 0.75
 
@@ -215,12 +215,12 @@ def test_recall_at_eight_thousand_tokens(model: Any, tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     "text", ["Hello!", "Who are you?", "What is the capital of Peru?", "zxqj 🙂 ++", "", "ok then"]
 )
-def test_small_talk_is_short_and_ends(model: Any, tokenizer: Any, text: str) -> None:
+def test_small_talk_is_short_and_ends(model, tokenizer, text):
     answer = reply(model, tokenizer, say(text))
     assert re.fullmatch(r"[A-Z][A-Za-z0-9 ,.!?'-]*[.!?]", answer)
 
 
-def test_it_admits_what_it_was_not_told(model: Any, tokenizer: Any) -> None:
+def test_it_admits_what_it_was_not_told(model, tokenizer):
     answer = reply(model, tokenizer, say("What is the code for the iron gate?"))
     assert "not know" in answer  # "I do not know …" or "… is not known to me"
 
@@ -228,7 +228,7 @@ def test_it_admits_what_it_was_not_told(model: Any, tokenizer: Any) -> None:
 # --- training ----------------------------------------------------------------------------------
 
 
-def test_loss_weights_mark_what_the_assistant_says(tokenizer: Any) -> None:
+def test_loss_weights_mark_what_the_assistant_says(tokenizer):
     text = "<|bos|><|user|>a 1<|end|><|assistant|>b 2<|end|><|user|>c<|end|>"
     ids = torch.tensor([tokenizer(text).input_ids])
     raw = tokenizer.backend_tokenizer
@@ -240,7 +240,7 @@ def test_loss_weights_mark_what_the_assistant_says(tokenizer: Any) -> None:
     assert heavy == [("b", 15.0), ("Ġ", 15.0), ("2", 50.0), ("<|end|>", 15.0)]
 
 
-def test_batches_depend_on_the_seed_alone() -> None:
+def test_batches_depend_on_the_seed_alone():
     stages = [rows.Stage(4096, (256, 512), (0.5, 0.5), marked=True)]
     batches = rows.Batches(str(pocket.path() / "tokenizer.json"), stages, 1024, seed=1)
     one, two = list(batches), list(batches)
@@ -251,14 +251,14 @@ def test_batches_depend_on_the_seed_alone() -> None:
     assert [bool(marks.any()) for _, marks in one] == [False, True, False, True]
 
 
-def test_marks_cover_a_fact_from_its_key_to_its_full_stop(tokenizer: Any) -> None:
+def test_marks_cover_a_fact_from_its_key_to_its_full_stop(tokenizer):
     for seed in range(20):
         ids, marks = rows.marked_row(tokenizer.backend_tokenizer, Random(seed), 512)
         marked = tokenizer.decode(ids[marks == 1])
         assert re.search(r"\w+( is |: )\w+\.", marked), marked
 
 
-def test_the_survival_loss_teaches_facts_to_stand_out() -> None:
+def test_the_survival_loss_teaches_facts_to_stand_out():
     plan = replace(train.SMOKE, hidden=64, inner=128)
     small = vocabulary.build(conversations=50, size=300)
     model = train.create(plan, small, seed=0)
@@ -278,7 +278,7 @@ def test_the_survival_loss_teaches_facts_to_stand_out() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_a_very_short_training_lowers_the_loss(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_very_short_training_lowers_the_loss(tmp_path, monkeypatch):
     small = vocabulary.build(conversations=200, size=512)
     monkeypatch.setattr(vocabulary, "build", lambda *_: small)
     plan = replace(
@@ -297,7 +297,7 @@ def test_a_very_short_training_lowers_the_loss(tmp_path: Path, monkeypatch: Any)
 
 
 @pytest.mark.parametrize("slots", [64, 200])
-def test_reading_evicted_is_what_a_capped_chat_reads(slots: int, model: Any) -> None:
+def test_reading_evicted_is_what_a_capped_chat_reads(slots, model):
     """The training code's cache against the runtime's: the same logits after many evictions."""
     import kvcap
     from kvcap.runtime.backends.pytorch.loop import BlockLoop
@@ -317,7 +317,7 @@ def test_reading_evicted_is_what_a_capped_chat_reads(slots: int, model: Any) -> 
     )
 
 
-def test_only_the_graded_tokens_have_gradients(model: Any) -> None:
+def test_only_the_graded_tokens_have_gradients(model):
     ids = torch.randint(300, 2000, (1, 3 * 128))
     hidden = evicted.read_evicted(model, ids, 64, 128)
     assert hidden.shape[1] == 128
@@ -327,7 +327,7 @@ def test_only_the_graded_tokens_have_gradients(model: Any) -> None:
         assert not evicted.read_evicted(model, ids, 64, 128).requires_grad
 
 
-def test_quiz_rows_end_with_an_answer(tokenizer: Any) -> None:
+def test_quiz_rows_end_with_an_answer(tokenizer):
     raw = tokenizer.backend_tokenizer
     for seed in range(5):
         ids = settle.quiz_row(raw, Random(seed), 1024)
@@ -337,7 +337,7 @@ def test_quiz_rows_end_with_an_answer(tokenizer: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_very_short_settling_runs_and_saves(tmp_path: Path) -> None:
+def test_a_very_short_settling_runs_and_saves(tmp_path):
     losses = settle.settle(
         pocket.path(), tmp_path, seconds=1, rate=1e-5, workers=0, seed=0, tokens=1024, device="cpu"
     )

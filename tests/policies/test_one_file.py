@@ -180,7 +180,7 @@ def outcome(copy: Path, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_new_files_pass_with_no_other_edit(tmp_path: Path) -> None:
+def test_new_files_pass_with_no_other_edit(tmp_path):
     """Every test that takes a policy by its name, and every test of all names together."""
     guide = (ROOT / "CONTRIBUTING.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
@@ -210,7 +210,7 @@ def test_new_files_pass_with_no_other_edit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_broken_files_are_reported_by_name(tmp_path: Path) -> None:
+def test_broken_files_are_reported_by_name(tmp_path):
     score = "    def score(self, obs: Observation) -> Tensor:\n        return obs.positions.float()"
     files = {
         "narrow": f"class Narrow(Policy):\n{score}[:, :1]\n",
@@ -226,7 +226,7 @@ def test_broken_files_are_reported_by_name(tmp_path: Path) -> None:
     assert "policy unknown has no option 'span'" in output
 
 
-def test_a_file_of_two_policies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_two_policies_is_refused(monkeypatch):
     classes = {name: type(name, (Policy,), {"__module__": "two"}) for name in ("A", "B")}
     monkeypatch.setitem(sys.modules, "two", ModuleType("two"))
     vars(sys.modules["two"]).update(classes, Policy=Policy)
@@ -234,7 +234,7 @@ def test_a_file_of_two_policies_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         _class_in("two")
 
 
-def test_a_preset_takes_no_name_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_takes_no_name_that_is_taken(monkeypatch):
     monkeypatch.setattr(Knorm, "presets", {"h2o": Preset("knorm")}, raising=False)
     policies.cache_clear()
     with pytest.raises(

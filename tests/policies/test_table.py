@@ -54,12 +54,12 @@ def has(block: str, part: dict[str, Any]) -> bool:
     return all(re.sub(r"\s", "", words) in bare for words in given)
 
 
-def test_eighty_columns_are_enough(text: str) -> None:
+def test_eighty_columns_are_enough(text):
     assert max(len(line.rstrip()) for line in text.splitlines()) <= COLUMNS
     assert not any("…" in line for line in text.splitlines())  # nothing is cut off
 
 
-def test_every_policy_is_listed_with_its_parts(text: str, document: Any) -> None:
+def test_every_policy_is_listed_with_its_parts(text, document):
     listed = blocks(text)
     assert [name for name in listed if name in NAMES] == NAMES
     for name, row in document["policies"].items():
@@ -80,11 +80,11 @@ def test_every_policy_is_listed_with_its_parts(text: str, document: Any) -> None
         ("calidrop-h2o", "512 evicted tokens a head, workspace 3 · block"),
     ],
 )
-def test_costs(name: str, costs: str, text: str) -> None:
+def test_costs(name, costs, text):
     assert costs in blocks(text)[name]
 
 
-def test_a_preset_shows_its_own_settings(text: str) -> None:
+def test_a_preset_shows_its_own_settings(text):
     assert "recent=0.2" in blocks(text)["keydiff-window"]
     assert "sink_tokens=4" in blocks(text)["obcache-h2o"]
     assert "sink_tokens" not in blocks(text)["h2o"]
@@ -93,7 +93,7 @@ def test_a_preset_shows_its_own_settings(text: str) -> None:
     )
 
 
-def test_companions_stand_below_the_policies(text: str, document: Any) -> None:
+def test_companions_stand_below_the_policies(text, document):
     below = blocks(text)["companions"]
     assert text.index("\ncompanions") > text.index(f"\n{NAMES[-1]}")
     assert {part["name"] for part in document["companions"]} == set(companions())
@@ -102,7 +102,7 @@ def test_companions_stand_below_the_policies(text: str, document: Any) -> None:
         assert has(below, part), part["name"]
 
 
-def test_json_holds_everything(capsys: pytest.CaptureFixture[str], document: Any) -> None:
+def test_json_holds_everything(capsys, document):
     assert cli.run(["policies", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["policies"] == [document["policies"][name] for name in NAMES]
@@ -110,7 +110,7 @@ def test_json_holds_everything(capsys: pytest.CaptureFixture[str], document: Any
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_are_what_the_policies_are(name: str, document: Any) -> None:
+def test_rows_are_what_the_policies_are(name, document):
     row, eviction = document["policies"][name], load_policy(name)
     assert [part["formula"] for part in row["parts"]] == [c.formula for c in eviction.components]
     assert [part["paper"] for part in row["parts"]] == [c.paper for c in eviction.components]
@@ -128,7 +128,7 @@ def test_rows_are_what_the_policies_are(name: str, document: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_workspace_is_the_plans(name: str, document: Any) -> None:
+def test_the_workspace_is_the_plans(name, document):
     """Per slot and query head, wherever the slots are."""
     eviction = replace(load_policy(name), head_budget=None, layer_budget=None)
 
@@ -141,9 +141,7 @@ def test_the_workspace_is_the_plans(name: str, document: Any) -> None:
     assert floats == document["policies"][name]["workspace_floats"]
 
 
-def test_a_policy_of_another_package_is_listed_by_its_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_policy_of_another_package_is_listed_by_its_name(monkeypatch):
     @dataclass(frozen=True)
     class Theirs(Policy):
         paper: ClassVar = "none"
@@ -161,13 +159,13 @@ def test_a_policy_of_another_package_is_listed_by_its_name(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_policy_says_when_to_use_it(name: str, document: Any) -> None:
+def test_every_policy_says_when_to_use_it(name, document):
     assert re.match(r"(to|as|for|where|first)\b", document["policies"][name]["when"])
     assert all(part["when"] for part in document["policies"][name]["parts"])
 
 
 @pytest.mark.parametrize("name", ["snapkv", "keydiff-window", "criticalkv-adakv", "h2o+criticalkv"])
-def test_one_policy_is_shown_by_its_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_policy_is_shown_by_its_name(name, capsys):
     row = describe(name, load_policy(name))
     assert cli.run(["policies", name]) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -179,9 +177,7 @@ def test_one_policy_is_shown_by_its_name(name: str, capsys: pytest.CaptureFixtur
         assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(row))
 
 
-def test_a_policy_that_is_none_is_answered_with_the_nearest(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_policy_that_is_none_is_answered_with_the_nearest(capsys):
     assert cli.run(["policies", "snapk"]) == 2
     assert "did you mean 'snapkv'?" in capsys.readouterr().err
     assert cli.run(["policies", "calibrate", "--help"]) == 0

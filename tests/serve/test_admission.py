@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ def shared(number: int) -> Shared:
     return Shared(number * 10 * MIB, number * MIB)
 
 
-def test_as_many_fit_as_the_cap_has_bytes_for(one: MemoryPlan) -> None:
+def test_as_many_fit_as_the_cap_has_bytes_for(one):
     for cap in (620 * MIB, 621 * MIB, 1000 * MIB):
         plan = ServingPlan.of(one, shared, cap=cap)
         assert plan.total_bytes <= cap < plan.total_bytes + plan.place_bytes
@@ -66,7 +65,7 @@ def test_as_many_fit_as_the_cap_has_bytes_for(one: MemoryPlan) -> None:
     assert longer.fixed_bytes - plan.fixed_bytes == one.tokenising * CAPPED_BODY
 
 
-def test_shared_prompts_take_their_part_of_the_cap(one: MemoryPlan) -> None:
+def test_shared_prompts_take_their_part_of_the_cap(one):
     """Copies take no place of a conversation by default; a number asked for is kept to."""
     none, plan = (
         ServingPlan.of(one, shared, cap=1 << 40, together=1, shared_prompts=n) for n in (0, 9)
@@ -89,7 +88,7 @@ def test_shared_prompts_take_their_part_of_the_cap(one: MemoryPlan) -> None:
         ServingPlan.of(one, shared, cap=least, together=1, shared_prompts=9)
 
 
-def test_the_index_of_a_conversation_is_planned_beside_its_cache(one: MemoryPlan) -> None:
+def test_the_index_of_a_conversation_is_planned_beside_its_cache(one):
     without, plan = (ServingPlan.of(one, shared, cap=1 << 40, index=n) for n in (0, MIB))
     assert plan.place_bytes - without.place_bytes == plan.as_dict()["index_bytes"] == MIB
     assert plan.places < without.places
@@ -100,8 +99,8 @@ def test_the_index_of_a_conversation_is_planned_beside_its_cache(one: MemoryPlan
 
 @pytest.mark.parametrize(("words", "tokens", "nbytes"), [("auto", 32, MIB), ("off", 0, 0)])
 def test_a_server_is_planned_with_the_indexes_that_its_sessions_may_have(
-    chat_model: str, words: str, tokens: int, nbytes: int
-) -> None:
+    chat_model, words, tokens, nbytes
+):
     opened = admitted(chat_model, recall=RecallSettings.parse(words, "1MiB"))
     session = opened.scheduler._new_session()
     opened.scheduler.close()
@@ -110,7 +109,7 @@ def test_a_server_is_planned_with_the_indexes_that_its_sessions_may_have(
     assert session.recall.store.limit == MIB
 
 
-def test_fewer_are_answered_at_once_where_more_do_not_fit(one: MemoryPlan) -> None:
+def test_fewer_are_answered_at_once_where_more_do_not_fit(one):
     base = ServingPlan.of(one, lambda _: Shared(), cap=1 << 40).fixed_bytes
     plan = ServingPlan.of(one, shared, cap=base + 25 * MIB)
     assert plan.together == 2
@@ -118,7 +117,7 @@ def test_fewer_are_answered_at_once_where_more_do_not_fit(one: MemoryPlan) -> No
         ServingPlan.of(one, shared, cap=base + 25 * MIB, together=8)
 
 
-def test_not_even_one_is_refused_with_what_would_do(one: MemoryPlan) -> None:
+def test_not_even_one_is_refused_with_what_would_do(one):
     with pytest.raises(PlanInfeasible, match="so that 0 fit") as refused:
         ServingPlan.of(one, shared, cap=300 * MIB)
     least = refused.value.least["least_memory_cap"]
@@ -128,7 +127,7 @@ def test_not_even_one_is_refused_with_what_would_do(one: MemoryPlan) -> None:
 
 
 @pytest.mark.parametrize("copies", [9, 0])
-def test_plan_counts_copies_as_the_server_does(chat_model: str, capsys: Any, copies: int) -> None:
+def test_plan_counts_copies_as_the_server_does(chat_model, capsys, copies):
     given = ["plan", chat_model, "--budget-tokens", "64", "--shared-prompts", str(copies)]
     assert run([*given, "--serve", "--json"]) == 0
     served = json.loads(capsys.readouterr().out)["serve"]
@@ -140,7 +139,7 @@ def test_plan_counts_copies_as_the_server_does(chat_model: str, capsys: Any, cop
     assert f"--shared-prompts {copies} needs --serve" in capsys.readouterr().err
 
 
-def test_plan_serve_says_how_many_fit(chat_model: str, capsys: Any) -> None:
+def test_plan_serve_says_how_many_fit(chat_model, capsys):
     given = ["plan", chat_model, "--serve", "--budget-tokens", "64", "--memory-cap"]
     assert run([*given, "4GiB", "--json"]) == 0
     served = json.loads(capsys.readouterr().out)["serve"]
@@ -155,9 +154,7 @@ def test_plan_serve_says_how_many_fit(chat_model: str, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(("every", "dtype"), [(None, "float32"), (None, "bfloat16"), (1, None)])
-def test_rows_are_planned_to_the_byte(
-    chat_model: str, every: int | None, dtype: str | None
-) -> None:
+def test_rows_are_planned_to_the_byte(chat_model, every, dtype):
     """A plan counts the rotated keys of conversations that share passes, as they do on a CPU."""
     budget = Budget(budget_tokens=64, dtype=dtype)
     running = Running(device="cpu", evict_every=every)
@@ -171,9 +168,7 @@ def test_rows_are_planned_to_the_byte(
     assert opened.scheduler.limits.places == 5
 
 
-def test_a_server_whose_tokenizer_has_no_default_template_starts_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_whose_tokenizer_has_no_default_template_starts_and_says_so(tmp_path, capsys):
     folder = tiny_chat.save(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = {"tool_use": TOOLS["own turn"], "rag": TOOLS["own turn"]}
@@ -192,9 +187,7 @@ def test_a_server_whose_tokenizer_has_no_default_template_starts_and_says_so(
     serve(opened.scheduler, chat)
 
 
-def test_nothing_is_loaded_where_not_one_conversation_fits(
-    chat_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_loaded_where_not_one_conversation_fits(chat_model, tmp_path, monkeypatch):
     monkeypatch.setattr("kvcap.serve.admission.load_for_chat", lambda *_: 1 / 0)
     with pytest.raises(ValueError, match="give one, such as --memory-cap 2GiB"):
         admitted(chat_model, Budget(enforce="rlimit"))
@@ -203,7 +196,7 @@ def test_nothing_is_loaded_where_not_one_conversation_fits(
     assert not (tmp_path / "kept").exists()
 
 
-def test_no_more_are_made_once_the_process_has_grown(one: MemoryPlan) -> None:
+def test_no_more_are_made_once_the_process_has_grown(one):
     plan = ServingPlan.of(replace(one, baseline=0), shared, cap=1 << 40)
 
     class Runtime:
@@ -250,7 +243,7 @@ asyncio.run(main())
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_process_with_all_its_conversations_stays_within_its_cap(tmp_path: Path) -> None:
+def test_a_process_with_all_its_conversations_stays_within_its_cap(tmp_path):
     """And they need most of it: the plan is no idle bound."""
     folder = tiny_chat.save(tmp_path / "model")
     # Planned beside the same modules as the program's, which take memory, too.

@@ -96,7 +96,7 @@ def test_a_server_that_is_told_to_stop_saves_its_conversations_and_ends_well(tmp
         assert address, line + process.stderr.read()
         assert httpx.get(f"{address[1]}/v1/models").status_code == 401
         with openai.OpenAI(base_url=f"{address[1]}/v1", api_key="two", timeout=PATIENCE) as client:
-            client.chat.completions.create(model="small", messages=[user("Hello!")])  # type: ignore[list-item]
+            client.chat.completions.create(model="small", messages=[user("Hello!")])
             process.send_signal(signal.SIGTERM)
             assert process.wait(PATIENCE) == 0, process.stderr.read()
     assert len(list(keep.glob("*.kvcap"))) == 1

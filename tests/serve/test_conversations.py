@@ -9,7 +9,6 @@ import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,9 +59,7 @@ class Oracle:
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_many_clients_do_each_is_answered_from_its_own_context(
-    runtime: Any, tmp_path: Path, seed: int
-) -> None:
+def test_whatever_many_clients_do_each_is_answered_from_its_own_context(runtime, tmp_path, seed):
     """They go on, change their mind, ask again, vanish; places are few, and disk is, too."""
     draw, oracle, seen = random.Random(seed), Oracle(runtime, 5), []
 
@@ -108,9 +105,7 @@ def test_whatever_many_clients_do_each_is_answered_from_its_own_context(
     assert any(reply.usage.reused_tokens > 0 for _, _, reply, _ in seen)  # how many, chance says
 
 
-def test_memory_stays_flat_however_many_conversations_there_were(
-    runtime: Any, tmp_path: Path
-) -> None:
+def test_memory_stays_flat_however_many_conversations_there_were(runtime, tmp_path):
     async def chat(s: Scheduler) -> tuple[int, int]:
         async def some(numbers: range) -> int:
             for n in numbers:
@@ -132,9 +127,7 @@ def test_memory_stays_flat_however_many_conversations_there_were(
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kills", [1, 6])
-def test_saved_conversations_survive_kills(
-    chat_model: str, runtime: Any, tmp_path: Path, kills: int
-) -> None:
+def test_saved_conversations_survive_kills(chat_model, runtime, tmp_path, kills):
     """Killed at any moment, none of their files is broken, and each goes on where it was saved."""
     known: dict[str, Any] = {}
     draw, path = random.Random(0), os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
@@ -179,8 +172,8 @@ def test_saved_conversations_survive_kills(
 
 @pytest.mark.parametrize(("sinks", "together"), [(None, 2), (None, 1), (0, 2)])
 def test_conversations_of_one_system_prompt_keep_its_first_tokens(
-    chat_model: str, tmp_path: Path, sinks: int | None, together: int
-) -> None:
+    chat_model, tmp_path, sinks, together
+):
     """Also those that share a beginning, whose place another one had, and that come from disk."""
     runtime = kvcap.Runtime.from_pretrained(
         chat_model,
@@ -224,8 +217,8 @@ def test_conversations_of_one_system_prompt_keep_its_first_tokens(
 
 
 def test_a_short_conversation_in_the_place_of_a_long_one_is_saved_and_restored(
-    chat_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    chat_model, tmp_path, caplog
+):
     """The place's observation window is longer than what the second one says."""
     policy = load_policy("snapkv", window=32)
     runtime = kvcap.Runtime.from_pretrained(
@@ -247,8 +240,8 @@ def test_a_short_conversation_in_the_place_of_a_long_one_is_saved_and_restored(
 
 
 def test_a_broken_file_is_set_aside_by_name_and_its_conversation_read_anew(
-    runtime: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    runtime, tmp_path, caplog
+):
     first = user("Seven kinds of mosses survive the cold. " * 4)
 
     async def ask_first(s: Scheduler) -> str:
@@ -279,9 +272,7 @@ def test_a_broken_file_is_set_aside_by_name_and_its_conversation_read_anew(
     assert suffixes == ["", ".kvcap", ".txt", ".unreadable"]
 
 
-def test_a_full_disk_costs_conversations_and_nothing_else(
-    runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_costs_conversations_and_nothing_else(runtime, tmp_path, monkeypatch):
     questions = [user(f"Number {n}. " * 9) for n in range(4)]
     tight = SavedConversations(tmp_path / "tight", 1000)  # holds not one
     broken = SavedConversations(tmp_path / "broken", 1 << 20)
@@ -306,8 +297,8 @@ def test_a_full_disk_costs_conversations_and_nothing_else(
 
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_what_moves_while_it_is_answered_goes_on_from_what_was_saved(
-    runtime: Any, chat_model: str, tmp_path: Path, is_saved: bool
-) -> None:
+    runtime, chat_model, tmp_path, is_saved
+):
     """The answer that is written is not waited for; what was never saved is read again."""
     disk, other_disk = (SavedConversations(tmp_path, 1 << 20, shared=True) for _ in range(2))
     other = Scheduler(small(chat_model), limits(save_after_s=0.0), other_disk)
@@ -332,7 +323,7 @@ def test_what_moves_while_it_is_answered_goes_on_from_what_was_saved(
     serve(Scheduler(runtime, limits(save_after_s=0.0 if is_saved else 1e9), disk), chat)
 
 
-def test_owners_and_ids_never_become_paths(runtime: Any, tmp_path: Path) -> None:
+def test_owners_and_ids_never_become_paths(runtime, tmp_path):
     home = tmp_path / "home"
     names = ["../../x", "/etc/passwd", "a" * 5000, "\0", "\ud800", "é"]
 
@@ -347,7 +338,7 @@ def test_owners_and_ids_never_become_paths(runtime: Any, tmp_path: Path) -> None
     assert len(list(home.glob("*.kvcap"))) == len(names)
 
 
-def test_spaces_around_an_answer_do_not_make_another_conversation() -> None:
+def test_spaces_around_an_answer_do_not_make_another_conversation():
     """Clients trim what they keep of it; what a user says counts as it is."""
     chat = (user("Hello!"), assistant(" Hi. \n"), user("And now?"))
     trimmed = (user("Hello!"), assistant("Hi."), user("And now?"))
@@ -372,7 +363,7 @@ def test_waiting_for_a_named_conversation_takes_no_look_at_the_request():
         def get(self, *_: Any) -> Any:
             raise AssertionError("the messages were looked at")
 
-    held = ConversationPool(None, 1, None)  # type: ignore[arg-type]
+    held = ConversationPool(None, 1, None)
     request = ask(user("Hello!"), session_id="same")
     held.open(request, None, None)
     assert held.find(request, Unread()).wait

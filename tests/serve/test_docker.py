@@ -55,10 +55,10 @@ def service() -> dict[str, Any]:
         text = given
     composed = yaml.safe_load(text)
     assert "${" not in str(composed)
-    return composed["services"]["kvcap"]  # type: ignore[no-any-return]
+    return composed["services"]["kvcap"]
 
 
-def test_the_container_is_of_a_user_without_rights(service: dict[str, Any]) -> None:
+def test_the_container_is_of_a_user_without_rights(service):
     instructions = [name for name, _ in INSTRUCTIONS]
     assert given("USER") == ["kvcap"]
     assert instructions.index("USER") < instructions.index("ENTRYPOINT")
@@ -68,14 +68,14 @@ def test_the_container_is_of_a_user_without_rights(service: dict[str, Any]) -> N
     assert service["read_only"]
 
 
-def test_its_memory_is_the_cap_and_what_is_beside_it(service: dict[str, Any]) -> None:
+def test_its_memory_is_the_cap_and_what_is_beside_it(service):
     cap = parse_bytes(service["environment"]["KVCAP_MEMORY_CAP"])
     limit = int(service["mem_limit"].removesuffix("m")) << 20
     assert limit == cap + BESIDE
     assert service["memswap_limit"] == service["mem_limit"]
 
 
-def test_it_is_reached_from_this_machine_alone_and_with_a_key(service: dict[str, Any]) -> None:
+def test_it_is_reached_from_this_machine_alone_and_with_a_key(service):
     assert service["ports"] == ["127.0.0.1:8000:8000"]
     assert given("EXPOSE") == [environment()["KVCAP_PORT"]] == ["8000"]
     (secret,) = service["secrets"]
@@ -84,14 +84,14 @@ def test_it_is_reached_from_this_machine_alone_and_with_a_key(service: dict[str,
     assert (ROOT / "docker" / ".gitignore").read_text() == "/api-key\n"
 
 
-def test_conversations_and_models_outlive_it(service: dict[str, Any]) -> None:
+def test_conversations_and_models_outlive_it(service):
     volumes = json.loads(given("VOLUME")[0])
     assert [mount.partition(":")[2] for mount in service["volumes"]] == volumes
     assert environment()["KVCAP_KEEP"] in volumes
     assert environment()["HF_HOME"].startswith("/models/")
 
 
-def test_what_is_copied_is_what_is_installed() -> None:
+def test_what_is_copied_is_what_is_installed():
     """Every root folder that `src/kvcap` links to, and nothing of makers, tests or secrets."""
     lines = (ROOT / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
     assert lines[1] == "*"
@@ -102,7 +102,7 @@ def test_what_is_copied_is_what_is_installed() -> None:
 
 
 @pytest.mark.slow
-def test_its_steps_make_a_server_that_answers(tmp_path: Path) -> None:
+def test_its_steps_make_a_server_that_answers(tmp_path):
     """In a fresh environment, which sees the packages of this one: torch is not installed twice."""
     source, made = tmp_path / "source", tmp_path / "kvcap"
     for name in (ROOT / "docker" / "Dockerfile.dockerignore").read_text().splitlines():

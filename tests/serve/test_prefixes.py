@@ -49,7 +49,7 @@ POLICIES = ["keydiff", "snapkv", "h2o", "adakv", "calidrop", "random"]
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("pinned", [False, True])
-def test_an_answer_is_the_same_from_a_copy(chat_model: str, policy: str, pinned: bool) -> None:
+def test_an_answer_is_the_same_from_a_copy(chat_model, policy, pinned):
     options = {"repetition_penalty": 1.3, "temperature": 0.9, "seed": 3}
     runtime = Runtime.from_pretrained(
         chat_model, policy, budget_tokens=140, block_size=16, dtype="float32", device=DEVICE
@@ -69,7 +69,7 @@ def test_an_answer_is_the_same_from_a_copy(chat_model: str, policy: str, pinned:
     assert min(others) > 40
 
 
-def test_a_short_system_prompt_is_read_with_the_rest(runtime: Any) -> None:
+def test_a_short_system_prompt_is_read_with_the_rest(runtime):
     """So answers are those of a session that knows no other."""
     short = {"role": "system", "content": "Be short."}
     for text, usage in answers(runtime, [ask(short, user(x * 30)) for x in ("A door. ", "B. ")]):
@@ -77,7 +77,7 @@ def test_a_short_system_prompt_is_read_with_the_rest(runtime: Any) -> None:
         assert text in [plain(runtime, [short, user(x * 30)])[1] for x in ("A door. ", "B. ")]
 
 
-def test_tools_alone_are_shared_and_others_are_not(runtime: Any) -> None:
+def test_tools_alone_are_shared_and_others_are_not(runtime):
     runtime = runtime.with_budget(600)
     runtime.tokenizer = with_template(runtime.tokenizer, TOOLS["own turn"])
     other = {"type": "function", "function": {**TOOL["function"], "name": "sub"}}
@@ -88,7 +88,7 @@ def test_tools_alone_are_shared_and_others_are_not(runtime: Any) -> None:
     assert reused[2] == 0
 
 
-def test_both_backends_begin_from_copies(runtime: Any) -> None:
+def test_both_backends_begin_from_copies(runtime):
     engine = ToyEngine(64)
     asks = [ask(SYSTEMS[0], user(text)) for text in ("One?", "Two?")]
     without, shared = (answers(engine, asks, shared_prompts=n) for n in (0, 4))
@@ -96,7 +96,7 @@ def test_both_backends_begin_from_copies(runtime: Any) -> None:
     assert shared[1][1].reused_tokens > 16
 
 
-def test_what_was_copied_is_counted(runtime: Any) -> None:
+def test_what_was_copied_is_counted(runtime):
     async def chat(s: Scheduler) -> None:
         _, first = await answer(s, SYSTEMS[0], user("Bread?"))
         kept = s.figures()
@@ -116,7 +116,7 @@ def test_what_was_copied_is_counted(runtime: Any) -> None:
     serve(Scheduler(runtime, limits()), chat)
 
 
-def test_the_one_used_longest_ago_makes_room(runtime: Any) -> None:
+def test_the_one_used_longest_ago_makes_room(runtime):
     async def chat(s: Scheduler) -> None:
         for system, reused in ((0, False), (1, False), (1, True), (0, False), (0, True)):
             _, usage = await answer(s, SYSTEMS[system], user("Bread?"), tokens=2)
@@ -126,7 +126,7 @@ def test_the_one_used_longest_ago_makes_room(runtime: Any) -> None:
     serve(Scheduler(runtime, limits(places=9, shared_prompts=1)), chat)
 
 
-def test_without_memory_nothing_is_kept() -> None:
+def test_without_memory_nothing_is_kept():
     room = True
     store = SharedPrompts(3, lambda: room)
     for key in (b"a", b"b"):
@@ -138,7 +138,7 @@ def test_without_memory_nothing_is_kept() -> None:
     assert (len(store), store.nbytes) == (0, 0)
 
 
-def test_a_stopped_answer_leaves_its_place_clean(runtime: Any) -> None:
+def test_a_stopped_answer_leaves_its_place_clean(runtime):
     """Whoever has the place next begins from an empty cache, however far the prompt was read."""
 
     async def chat(s: Scheduler) -> None:
@@ -166,7 +166,7 @@ TALKS = st.lists(  # of each owner: which system prompt, and how long the messag
 
 @settings(max_examples=3, deadline=None)
 @given(talks=st.fixed_dictionaries(dict.fromkeys(OWNERS, TALKS)))
-def test_no_key_sees_what_another_said(runtime: Any, talks: Any) -> None:
+def test_no_key_sees_what_another_said(runtime, talks):
     """Three keys begin with the same system prompts at the same time, and recall what they said."""
     read = dict[tuple[str, str], str]()
 
@@ -185,7 +185,7 @@ def test_no_key_sees_what_another_said(runtime: Any, talks: Any) -> None:
                     assert usage.reused_tokens == 0, "another key's copy"
                 known.add(system)
                 messages.append(assistant(text))
-                session = s._pool.known(owner, name).session  # type: ignore[union-attr]
+                session = s._pool.known(owner, name).session
                 assert session is not None
                 read[owner, name] = runtime.tokenizer.decode(session.read_ids)
                 passages = " ".join(one.text for one in session.recall.passages)

@@ -81,7 +81,7 @@ def figure(server: Server, name: str) -> float:
     return float(lines[0].split()[1])
 
 
-def test_two_replicas_answer_as_one_process_does(server: Server, model: str) -> None:
+def test_two_replicas_answer_as_one_process_does(server, model):
     talks = [[user(number)] for number in range(6)]
     for _ in range(2):
         for talk in talks:
@@ -125,7 +125,7 @@ def working() -> int:
     return max(known, key=lambda pid: known[pid].cpu_times().user - before[pid])
 
 
-def test_a_replica_killed_mid_answer_loses_no_conversation(server: Server, keep: Path) -> None:
+def test_a_replica_killed_mid_answer_loses_no_conversation(server, keep):
     talk = [user(7)]
     talk += [message_of(chat(server, talk)), {"role": "user", "content": "And now?"}]
     secret = [{"role": "user", "content": "Bob's secret is 9999."}]
@@ -155,7 +155,7 @@ def test_a_replica_killed_mid_answer_loses_no_conversation(server: Server, keep:
         message_of(chat(server, [user(number)]))
 
 
-def test_what_a_replica_refuses_is_told_as_on_one_machine(server: Server) -> None:
+def test_what_a_replica_refuses_is_told_as_on_one_machine(server):
     no_key = httpx.post(f"{server.url}/v1/chat/completions", json=body([user(1)]))
     assert no_key.status_code == 401
     pinned = [{**user(1), "content": "long " * 400, "pin": True}]
@@ -163,7 +163,7 @@ def test_what_a_replica_refuses_is_told_as_on_one_machine(server: Server) -> Non
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "pins_too_large")
 
 
-def test_the_strip_is_of_the_conversation_and_its_owner(server: Server) -> None:
+def test_the_strip_is_of_the_conversation_and_its_owner(server):
     answer = chat(server, [user(9)])
     where = f"{server.url}/v1/kvcap/sessions/{answer.headers['X-Session-Id']}/strip"
     mine, others = (
@@ -175,7 +175,7 @@ def test_the_strip_is_of_the_conversation_and_its_owner(server: Server) -> None:
     assert (others.status_code, others.json()["error"]["code"]) == (404, "conversation_not_found")
 
 
-def test_a_reader_that_goes_frees_its_place(server: Server) -> None:
+def test_a_reader_that_goes_frees_its_place(server):
     stopped = figure(server, "stopped_total")
     with httpx.stream(
         "POST",
@@ -198,7 +198,7 @@ def delete(server: Server, session_id: str, key: str = "ada") -> tuple[int, str]
     return answer.status_code, answer.json().get("error", {}).get("code", "")
 
 
-def test_a_deleted_conversation_is_on_no_replica(server: Server, keep: Path) -> None:
+def test_a_deleted_conversation_is_on_no_replica(server, keep):
     unknown = (404, "conversation_not_found")
     names: dict[str, Any] = {}
     for number in range(30, 34):  # on both of them
@@ -215,7 +215,7 @@ def test_a_deleted_conversation_is_on_no_replica(server: Server, keep: Path) -> 
         assert chat(server, talk).json()["usage"]["kv"]["reused"] == 0
 
 
-def test_an_answer_ends_whose_conversation_is_deleted(server: Server) -> None:
+def test_an_answer_ends_whose_conversation_is_deleted(server):
     with httpx.stream(
         "POST",
         f"{server.url}/v1/chat/completions",
@@ -236,8 +236,8 @@ def small(cluster: Any, model: str, replicas: int, budget: Budget) -> None:
 
 
 def test_after_the_end_all_is_kept_and_what_cannot_be_is_refused_by_name(
-    cluster: Any, model: str, server: Server, keep: Path
-) -> None:
+    cluster, model, server, keep
+):
     import ray
 
     before = set(keep.glob("*.kvcap"))

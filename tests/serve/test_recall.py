@@ -105,7 +105,7 @@ def url(runtime: Any, request: pytest.FixtureRequest, tmp_path: Path) -> Iterato
         yield f"{server.url}/v1"
 
 
-def test_a_conversation_recalls_nothing_of_anothers(url: str, ended: list[Recalled]) -> None:
+def test_a_conversation_recalls_nothing_of_anothers(url, ended):
     """Let six speak at once about one subject, in three places."""
 
     def talk(number: int) -> None:
@@ -130,8 +130,8 @@ def test_a_conversation_recalls_nothing_of_anothers(url: str, ended: list[Recall
                 messages.append(assistant(answer))
             assert last is not None
             assert last.usage is not None
-            assert last.usage.recalled > 0  # type: ignore[attr-defined]
-            assert last.usage.recalled_passages == 1  # type: ignore[attr-defined]
+            assert last.usage.recalled > 0
+            assert last.usage.recalled_passages == 1
 
     with ThreadPoolExecutor(len(TALKS)) as threads:
         list(threads.map(talk, range(len(TALKS))))
@@ -153,9 +153,7 @@ def test_a_conversation_recalls_nothing_of_anothers(url: str, ended: list[Recall
 
 @pytest.mark.parametrize("name", ["mine", None])
 @pytest.mark.parametrize("change", ["first", "later"])
-def test_what_a_request_changes_is_forgotten(
-    runtime: Any, ended: list[Recalled], tmp_path: Path, name: str | None, change: str
-) -> None:
+def test_what_a_request_changes_is_forgotten(runtime, ended, tmp_path, name, change):
     """Change messages, also where what stands before them is restored from a file."""
 
     async def chat(s: Scheduler) -> None:
@@ -177,9 +175,7 @@ def test_what_a_request_changes_is_forgotten(
     serve(Scheduler(runtime, limits(places=2, save_after_s=0.0), disk), chat)
 
 
-def test_a_restored_conversation_recalls_as_the_server_was_told(
-    runtime: Any, tmp_path: Path
-) -> None:
+def test_a_restored_conversation_recalls_as_the_server_was_told(runtime, tmp_path):
     async def chat(s: Scheduler) -> None:
         for text in (FACT.format(7421), QUESTION):
             await turn(s, messages, text)
@@ -198,8 +194,8 @@ def test_a_restored_conversation_recalls_as_the_server_was_told(
     ("every", "rows", "ahead"), [(1, True, False), (1, True, True), (16, False, False)]
 )
 def test_an_answer_with_recalled_text_beside_others_is_as_alone(
-    tmp_path: Path, every: int, rows: bool, ahead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, every, rows, ahead, monkeypatch
+):
     """Nobody waits for its end: all are read in one pass, on a GPU in rows of one cache."""
     init = SharedCache.__init__
     monkeypatch.setattr(batches, "passes_on", lambda _: not rows)
@@ -249,7 +245,7 @@ def test_an_answer_with_recalled_text_beside_others_is_as_alone(
     serve(Scheduler(runtime, limits(together=4)), chat)
 
 
-def test_a_long_prompt_is_indexed_block_by_block(runtime: Any) -> None:
+def test_a_long_prompt_is_indexed_block_by_block(runtime):
     """So that others, whose tokens are read in between, wait for no more of it."""
     session = runtime.session()
     session.set_generation(max_new_tokens=2)
@@ -263,9 +259,7 @@ def test_a_long_prompt_is_indexed_block_by_block(runtime: Any) -> None:
     assert lengths[-1] == session.recall.spans[0][0]
 
 
-def test_a_request_says_how_much_is_recalled_for_its_message(
-    runtime: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_says_how_much_is_recalled_for_its_message(runtime, monkeypatch):
     cleared = list[PassageStore]()
     clear = PassageStore.clear
     monkeypatch.setattr(PassageStore, "clear", lambda self: (cleared.append(self), clear(self))[1])
@@ -300,7 +294,7 @@ def test_a_request_says_how_much_is_recalled_for_its_message(
     serve(Scheduler(runtime, limits()), chat)
 
 
-def test_a_server_without_indexes_recalls_nothing_and_says_so(runtime: Any) -> None:
+def test_a_server_without_indexes_recalls_nothing_and_says_so(runtime):
     async def chat(s: Scheduler) -> None:
         messages = await evicted_fact(s, FACT.format(7421))
         for recall in (None, "off", 0):

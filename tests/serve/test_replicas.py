@@ -27,7 +27,7 @@ def chat_of(*texts: str, system: str | None = None) -> tuple[Any, ...]:
     return (*([{"role": "system", "content": system}] if system else []), *chat)
 
 
-def test_a_conversation_returns_to_its_replica_by_its_messages_and_by_its_id() -> None:
+def test_a_conversation_returns_to_its_replica_by_its_messages_and_by_its_id():
     first, replica = routed(Ask(chat_of("Hello!", system="Be brief."), owner="ada"))
     later = Ask(chat_of("Hello!", "Hi.", "And now?", system="Be brief."), owner="ada")
     assert routed(later)[1] == replica
@@ -39,7 +39,7 @@ def test_a_conversation_returns_to_its_replica_by_its_messages_and_by_its_id() -
     assert routed(named) == (named, place_of("ada", "mine"))
 
 
-def test_other_owners_beginnings_and_names_go_elsewhere() -> None:
+def test_other_owners_beginnings_and_names_go_elsewhere():
     asks = [
         Ask(chat_of("Hello!"), owner="ada"),
         Ask(chat_of("Hello!"), owner="bob"),
@@ -68,9 +68,7 @@ GPUS = [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0}]
         ([{"CPU": 8.0}, {}], 2, Running(threads=2), Share(2, 2, 0)),
     ],
 )
-def test_replicas_share_the_machines(
-    nodes: Any, replicas: int | None, running: Running, expected: Share
-) -> None:
+def test_replicas_share_the_machines(nodes, replicas, running, expected):
     assert shared(nodes, replicas, running) == expected
 
 
@@ -82,14 +80,12 @@ def test_replicas_share_the_machines(
         ([{"CPU": 8.0}], Running(threads=4), "room for 2 of 4 CPUs each"),
     ],
 )
-def test_more_replicas_than_the_cluster_has_room_for_are_refused(
-    nodes: Any, running: Running, match: str
-) -> None:
+def test_more_replicas_than_the_cluster_has_room_for_are_refused(nodes, running, match):
     with pytest.raises(ValueError, match=match):
         shared(nodes, 9, running)
 
 
-def test_figures_of_replicas_are_added_but_for_what_they_share() -> None:
+def test_figures_of_replicas_are_added_but_for_what_they_share():
     one = Figures("keydiff", 64, places=4, asked=3, on_disk=5, disk_cap=9, memory_cap=7)
     both = total([one, one])
     assert (both.policy, both.budget_tokens, both.on_disk, both.disk_cap) == ("keydiff", 64, 5, 9)
@@ -97,19 +93,19 @@ def test_figures_of_replicas_are_added_but_for_what_they_share() -> None:
     assert total([]) == Figures()
 
 
-def test_ray_is_refused_by_name_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_is_refused_by_name_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ExtraMissing, match=r"pip install '\.\[serve-ray\]'"):
         open_replicas(Opening(Run("pocket")), "pocket", address="x:1")
 
 
 @pytest.mark.parametrize("engine", [EngineOptions(replicas=2), EngineOptions(ray_address="x:1")])
-def test_options_of_a_cluster_need_one(engine: EngineOptions) -> None:
+def test_options_of_a_cluster_need_one(engine):
     with pytest.raises(ValueError, match="needs --engine ray; add that"):
         engine.check()
 
 
-def test_every_replica_recalls_as_the_command_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_replica_recalls_as_the_command_was_told(monkeypatch):
     openings: list[Opening] = []
 
     def start(opening: Opening, *_: Any) -> Any:
@@ -123,7 +119,7 @@ def test_every_replica_recalls_as_the_command_was_told(monkeypatch: pytest.Monke
     inspect.signature(open_conversations).bind("", **openings[0].load)
 
 
-def test_errors_are_the_same_on_the_other_side(caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_are_the_same_on_the_other_side(caplog):
     busy = pickle.loads(pickle.dumps(sent(Busy("full", 7.5))))
     assert (type(busy), str(busy), busy.retry_after_s) == (Busy, "full", 7.5)
     unknown = pickle.loads(pickle.dumps(sent(ConversationUnknown("none"))))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
@@ -64,7 +64,7 @@ def two(tmp_path: Path) -> Iterator[list[SavedConversations]]:
         yield disks
 
 
-def test_what_one_process_saves_another_goes_on_with(two: Any, tmp_path: Path) -> None:
+def test_what_one_process_saves_another_goes_on_with(two, tmp_path):
     one, other = two
     later = time.time() + 60
     for number in range(5):
@@ -79,7 +79,7 @@ def test_what_one_process_saves_another_goes_on_with(two: Any, tmp_path: Path) -
     assert (len(other), other.nbytes) == (5, 5 * SIZE)
 
 
-def test_a_file_that_another_process_removes_is_read_anew(two: Any, tmp_path: Path) -> None:
+def test_a_file_that_another_process_removes_is_read_anew(two, tmp_path):
     one, other = two
     name = saved(one, 0)
     match = other.find("ada", None, [key(0)])
@@ -89,7 +89,7 @@ def test_a_file_that_another_process_removes_is_read_anew(two: Any, tmp_path: Pa
     assert len(one) == 0
 
 
-def test_processes_together_keep_to_the_cap(tmp_path: Path) -> None:
+def test_processes_together_keep_to_the_cap(tmp_path):
     cap = FACTS + 5 * SIZE
     most = []
 
@@ -104,7 +104,7 @@ def test_processes_together_keep_to_the_cap(tmp_path: Path) -> None:
     assert SIZE < max(most) <= 5 * SIZE
 
 
-def test_the_least_recently_used_of_all_processes_go(two: Any, tmp_path: Path) -> None:
+def test_the_least_recently_used_of_all_processes_go(two, tmp_path):
     one, other = two
     names = [saved(disk, number) for number, disk in enumerate((one, other, one))]
     assert other.find("ada", None, [key(2)]) is not None
@@ -115,7 +115,7 @@ def test_the_least_recently_used_of_all_processes_go(two: Any, tmp_path: Path) -
     assert (tmp_path / names[0]).exists()
 
 
-def test_a_file_that_is_wanted_next_makes_room_last(tmp_path: Path) -> None:
+def test_a_file_that_is_wanted_next_makes_room_last(tmp_path):
     disk = SavedConversations(tmp_path, FACTS + 2 * SIZE)
     for number in (1, 2):
         saved(disk, number)
@@ -132,7 +132,7 @@ def test_a_file_that_is_wanted_next_makes_room_last(tmp_path: Path) -> None:
     disk.close()
 
 
-def test_unfinished_files_of_ended_processes_alone_are_removed(two: Any, tmp_path: Path) -> None:
+def test_unfinished_files_of_ended_processes_alone_are_removed(two, tmp_path):
     name = saved(two[0], 0)
     ended = tmp_path / f".{name}.abcdefgh.part"
     ended.write_bytes(b"1")
@@ -143,7 +143,7 @@ def test_unfinished_files_of_ended_processes_alone_are_removed(two: Any, tmp_pat
         assert file
 
 
-def test_a_server_of_its_own_and_replicas_do_not_share_a_folder(tmp_path: Path) -> None:
+def test_a_server_of_its_own_and_replicas_do_not_share_a_folder(tmp_path):
     own = SavedConversations(tmp_path, 1 << 20)
     with pytest.raises(SessionNotSaved, match="another server"):
         SavedConversations(tmp_path, 1 << 20, shared=True)
@@ -174,9 +174,7 @@ def set_aside(disk: SavedConversations, number: int) -> str:
     return name
 
 
-def test_files_that_cannot_be_read_are_kept_and_count(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_that_cannot_be_read_are_kept_and_count(tmp_path, caplog):
     disk = SavedConversations(tmp_path, FACTS + 4 * SIZE)
     name = set_aside(disk, 0)
     assert set_aside(disk, 0) == name  # saved anew, and broken again
@@ -197,7 +195,7 @@ def test_files_that_cannot_be_read_are_kept_and_count(
     disk.close()
 
 
-def test_a_file_that_another_process_set_aside_is_left(two: Any, tmp_path: Path) -> None:
+def test_a_file_that_another_process_set_aside_is_left(two, tmp_path):
     one, other = two
     name = saved(one, 0)
     match, again = (disk.find("ada", None, [key(0)]) for disk in (one, other))
@@ -227,7 +225,7 @@ def test_on_a_full_disk_the_newest_conversations_are_kept(tmp_path):
     for number in range(5):
         session = FullDisk(3 * SIZE)
         assert disk.save(session, "ada", f"number {number}", key(number), None) is not None
-        os.utime(tmp_path / disk.find("ada", None, [key(number)])[0].name, (number, number))  # type: ignore[index]
+        os.utime(tmp_path / disk.find("ada", None, [key(number)])[0].name, (number, number))
     kept = [number for number in range(5) if disk.find("ada", None, [key(number)])]
     assert kept == [2, 3, 4]
     assert len(disk) == len([*tmp_path.glob("*.kvcap")]) == 3

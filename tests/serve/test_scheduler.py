@@ -41,7 +41,7 @@ def facts(number: int, times: int = 3) -> str:
     return DOOR.format("blue", 4000 + number) * times
 
 
-def test_a_conversation_goes_on_and_reads_only_what_is_new(built_in: Any) -> None:
+def test_a_conversation_goes_on_and_reads_only_what_is_new(built_in):
     first, then = user(facts(1)), user("What is the code for the blue door?")
     alone, expected = plain(built_in, [first])
     ended = alone.turn.finish_reason
@@ -67,7 +67,7 @@ def test_a_conversation_goes_on_and_reads_only_what_is_new(built_in: Any) -> Non
     serve(Scheduler(built_in, limits()), chat)
 
 
-def test_whatever_differs_is_read_anew(runtime: Any) -> None:
+def test_whatever_differs_is_read_anew(runtime):
     """Another owner, system prompt, answer, tool or pin, or a template, is another conversation."""
     first, then = user(facts(1)), user("What is the code?")
 
@@ -94,7 +94,7 @@ def test_whatever_differs_is_read_anew(runtime: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["switch", "system"])
-def test_thinking_is_switched_off_by_a_request(runtime: Any, name: str) -> None:
+def test_thinking_is_switched_off_by_a_request(runtime, name):
     """What is held is gone on with, unless the template would have begun otherwise."""
     runtime = runtime.with_budget(600)
     runtime.tokenizer = with_template(runtime.tokenizer, THINKING[name])
@@ -117,7 +117,7 @@ def test_thinking_is_switched_off_by_a_request(runtime: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["own turn", "ids", "one turn"])
-def test_a_result_goes_on_with_the_answer_that_called(runtime: Any, name: str) -> None:
+def test_a_result_goes_on_with_the_answer_that_called(runtime, name):
     """What is held is gone on with; a template that needs the call has all of it read again."""
     pytest.importorskip("llguidance")
     runtime = runtime.with_budget(600)
@@ -154,7 +154,7 @@ def test_a_result_goes_on_with_the_answer_that_called(runtime: Any, name: str) -
     serve(Scheduler(runtime, limits(shared_prompts=0)), chat)
 
 
-def test_an_answer_asked_for_again_is_read_anew_and_the_same(runtime: Any) -> None:
+def test_an_answer_asked_for_again_is_read_anew_and_the_same(runtime):
     first = user(facts(3))
 
     async def chat(s: Scheduler) -> None:
@@ -168,7 +168,7 @@ def test_an_answer_asked_for_again_is_read_anew_and_the_same(runtime: Any) -> No
     serve(Scheduler(runtime, limits()), chat)
 
 
-def test_requests_for_one_conversation_at_once_do_not_mix(built_in: Any) -> None:
+def test_requests_for_one_conversation_at_once_do_not_mix(built_in):
     """Those that name it wait for one another; the others have a conversation each."""
     first = user(facts(4))
     expected = plain(built_in, [first], 20)[1]
@@ -195,7 +195,7 @@ def test_requests_for_one_conversation_at_once_do_not_mix(built_in: Any) -> None
     serve(Scheduler(built_in, limits(together=3)), chat)
 
 
-def test_a_full_queue_refuses_and_says_when_to_ask_again(runtime: Any) -> None:
+def test_a_full_queue_refuses_and_says_when_to_ask_again(runtime):
     async def chat(s: Scheduler) -> None:
         long = {"tokens": 200, "options": GO_ON}
         replies = [s.submit(ask(user(facts(n)), **long)) for n in range(2)]
@@ -217,7 +217,7 @@ def test_a_full_queue_refuses_and_says_when_to_ask_again(runtime: Any) -> None:
     serve(Scheduler(runtime, limits(waiting=3)), chat)
 
 
-def test_a_full_queue_refuses_no_further_answer_of_a_request(runtime: Any) -> None:
+def test_a_full_queue_refuses_no_further_answer_of_a_request(runtime):
     async def chat(s: Scheduler) -> None:
         hello = ask(user("Hello!"))
         several = Series(s.submit, [hello] * 3)
@@ -232,7 +232,7 @@ def test_a_full_queue_refuses_no_further_answer_of_a_request(runtime: Any) -> No
     serve(Scheduler(runtime, limits(together=1, waiting=1)), chat)
 
 
-def test_letters_that_wait_are_bounded_too(runtime: Any) -> None:
+def test_letters_that_wait_are_bounded_too(runtime):
     async def chat(s: Scheduler) -> None:
         one = s.submit(ask(user(facts(1)), tokens=100, options=GO_ON))
         await until(lambda: s.figures().answering == 1)
@@ -245,7 +245,7 @@ def test_letters_that_wait_are_bounded_too(runtime: Any) -> None:
     serve(Scheduler(runtime, limits(together=1, waiting_letters=1000)), chat)
 
 
-def test_a_reader_that_leaves_frees_its_place_within_a_block(runtime: Any) -> None:
+def test_a_reader_that_leaves_frees_its_place_within_a_block(runtime):
     """Whether it closes its reply or lets it go, and while a prompt is read, too."""
 
     async def chat(s: Scheduler) -> None:
@@ -274,7 +274,7 @@ def test_a_reader_that_leaves_frees_its_place_within_a_block(runtime: Any) -> No
     serve(Scheduler(runtime, limits(together=1)), chat)
 
 
-def test_a_stopped_answer_is_gone_on_with(runtime: Any) -> None:
+def test_a_stopped_answer_is_gone_on_with(runtime):
     first = user(facts(6))
 
     async def chat(s: Scheduler) -> None:
@@ -293,7 +293,7 @@ def test_a_stopped_answer_is_gone_on_with(runtime: Any) -> None:
     serve(Scheduler(runtime, limits()), chat)
 
 
-def test_a_slow_reader_holds_nobody_up_and_loses_nothing(runtime: Any) -> None:
+def test_a_slow_reader_holds_nobody_up_and_loses_nothing(runtime):
     slow, fast = user(facts(7)), [user(facts(n)) for n in (8, 9)]
     expected = plain(runtime, [slow], 30)[1]
 
@@ -310,7 +310,7 @@ def test_a_slow_reader_holds_nobody_up_and_loses_nothing(runtime: Any) -> None:
     serve(Scheduler(runtime, limits(together=1, buffered=3)), chat)
 
 
-def test_an_answer_that_nobody_reads_is_ended_once_its_place_is_wanted(runtime: Any) -> None:
+def test_an_answer_that_nobody_reads_is_ended_once_its_place_is_wanted(runtime):
     async def chat(s: Scheduler) -> None:
         slow = s.submit(ask(user(facts(7)), tokens=60, options=GO_ON))
         await until(lambda: s.figures().paused == 1)
@@ -324,7 +324,7 @@ def test_an_answer_that_nobody_reads_is_ended_once_its_place_is_wanted(runtime: 
     serve(Scheduler(runtime, limits(places=1, together=1, buffered=3, grace_s=0.1)), chat)
 
 
-def test_what_cannot_be_answered_is_refused(runtime: Any) -> None:
+def test_what_cannot_be_answered_is_refused(runtime):
     first = user("Hello!")
 
     async def chat(s: Scheduler) -> None:
@@ -352,7 +352,7 @@ def test_what_cannot_be_answered_is_refused(runtime: Any) -> None:
     serve(Scheduler(runtime, limits()), chat)
 
 
-def test_other_pins_are_another_conversation(runtime: Any) -> None:
+def test_other_pins_are_another_conversation(runtime):
     words = {"role": "system", "content": "You know the word plum."}
     first, then = user("The word is plum."), user(facts(1, 6))
 
@@ -372,7 +372,7 @@ def test_other_pins_are_another_conversation(runtime: Any) -> None:
     serve(Scheduler(runtime, limits()), chat)
 
 
-def test_completions_are_held_for_nobody(runtime: Any) -> None:
+def test_completions_are_held_for_nobody(runtime):
     text = facts(1, 5)
     session = runtime.session()
     session.set_generation(max_new_tokens=12, temperature=0.0)
@@ -398,9 +398,7 @@ def contents(session: Any, folder: Path) -> dict[str, bytes]:
     return found
 
 
-def test_idle_conversations_leave_memory_and_come_back_to_the_bit(
-    runtime: Any, tmp_path: Path
-) -> None:
+def test_idle_conversations_leave_memory_and_come_back_to_the_bit(runtime, tmp_path):
     """Their answers are those of sessions that never left, slots and all."""
     firsts = [user(facts(n)) for n in range(3)]
     alone = [plain(runtime, [one]) for one in firsts]
@@ -437,9 +435,7 @@ def test_idle_conversations_leave_memory_and_come_back_to_the_bit(
     serve(Scheduler(runtime, limits(), again), later)
 
 
-def test_a_second_branch_of_a_saved_conversation_begins_where_it_was_saved(
-    runtime: Any, tmp_path: Path
-) -> None:
+def test_a_second_branch_of_a_saved_conversation_begins_where_it_was_saved(runtime, tmp_path):
     """An answer asked for again goes on from the file, without reading it all anew."""
     first = user(facts(1))
 
@@ -461,7 +457,7 @@ def test_a_second_branch_of_a_saved_conversation_begins_where_it_was_saved(
 @pytest.mark.parametrize(
     "policy", [pytest.param("full", marks=pytest.mark.slow), "adakv", "of a stand-in"]
 )
-def test_what_cannot_be_answered_together_is_answered_by_turns(policy: str) -> None:
+def test_what_cannot_be_answered_together_is_answered_by_turns(policy):
     """The stand-in has a loop as ONNX Runtime's, and notes what it reads."""
     budget = 400 if policy == "full" else 48
     engine = ToyEngine(64) if policy == "of a stand-in" else pocket(policy, budget)
@@ -474,9 +470,7 @@ def test_what_cannot_be_answered_together_is_answered_by_turns(policy: str) -> N
     serve(Scheduler(engine, limits(together=3)), chat)
 
 
-def test_a_server_that_closes_ends_answers_and_keeps_conversations(
-    runtime: Any, tmp_path: Path
-) -> None:
+def test_a_server_that_closes_ends_answers_and_keeps_conversations(runtime, tmp_path):
     first = user(facts(1))
 
     async def chat() -> None:
@@ -501,9 +495,7 @@ def test_a_server_that_closes_ends_answers_and_keeps_conversations(
     asyncio.run(chat())
 
 
-def test_a_fault_of_the_worker_leaves_nobody_waiting(
-    runtime: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_the_worker_leaves_nobody_waiting(runtime, monkeypatch):
     async def chat() -> None:
         s = Scheduler(runtime, limits())
         monkeypatch.setattr(s.batch, "step", lambda: 1 / 0)
@@ -517,7 +509,7 @@ def test_a_fault_of_the_worker_leaves_nobody_waiting(
     asyncio.run(chat())
 
 
-def test_a_deleted_conversation_is_nowhere(runtime: Any, tmp_path: Path) -> None:
+def test_a_deleted_conversation_is_nowhere(runtime, tmp_path):
     """Neither in memory nor on disk, also while it is answered; others, and other owners', stay."""
     first, endless = user(facts(1)), {**GO_ON, "max_new_tokens": 10_000}
 
@@ -554,9 +546,7 @@ def test_a_deleted_conversation_is_nowhere(runtime: Any, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "installed"), [("own turn", True), ("ids", True), ("own turn", False)]
 )
-def test_calls_are_held_to_a_schema_where_they_can_be(
-    runtime: Any, monkeypatch: pytest.MonkeyPatch, name: str, installed: bool
-) -> None:
+def test_calls_are_held_to_a_schema_where_they_can_be(runtime, monkeypatch, name, installed):
     """Else a request is answered as if its tools were not strict; see docs/serve-apis.md."""
     pytest.importorskip("llguidance")
     if not installed:

@@ -13,20 +13,18 @@ from kvcap.serve.scheduler import Scheduler
 from kvcap.serve.threads import by_a_thread
 
 
-def test_it_gives_what_a_thread_made_that_has_ended() -> None:
+def test_it_gives_what_a_thread_made_that_has_ended():
     thread = by_a_thread(threading.current_thread)
     assert thread is not threading.current_thread()
     assert not thread.is_alive()
 
 
-def test_its_error_comes_to_who_asked() -> None:
+def test_its_error_comes_to_who_asked():
     with pytest.raises(ZeroDivisionError):
         by_a_thread(lambda: 1 // 0)
 
 
-def test_a_model_is_loaded_and_prompts_are_prepared_by_threads_that_end(
-    chat_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_loaded_and_prompts_are_prepared_by_threads_that_end(chat_model, monkeypatch):
     load, begin = admission.load_for_chat, scheduler.begin
     threads = list[threading.Thread]()
 

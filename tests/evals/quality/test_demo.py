@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ def printed(*args: str) -> Any:
     return result
 
 
-def test_the_demo_gives_one_document(folder: Path) -> None:
+def test_the_demo_gives_one_document(folder):
     out = printed(
         "demo",
         str(folder),
@@ -62,7 +61,7 @@ def test_the_demo_gives_one_document(folder: Path) -> None:
     assert {"seconds", "device", "versions", "threads", "positions", "seed"} <= set(report)
 
 
-def test_the_demo_prints_answers_and_figures(folder: Path) -> None:
+def test_the_demo_prints_answers_and_figures(folder):
     result = printed("demo", str(folder), "--tokens", "500", "--facts", "2", "--device", "cpu")
     lines = result.stdout.splitlines()
     assert [line.split()[0] for line in lines] == (
@@ -86,9 +85,7 @@ def test_the_demo_prints_answers_and_figures(folder: Path) -> None:
         ("The code for the blue door is not known to me.", False, False),
     ],
 )
-def test_a_value_of_another_key_is_found_but_not_right(
-    answer: str, found: bool, right: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_value_of_another_key_is_found_but_not_right(answer, found, right, folder, monkeypatch):
     runtime = Runtime.from_pretrained(folder, budget_tokens=48, block_size=32, device="cpu")
     demo = Demo(runtime, tokens=0, facts=1)
     demo._order = [Fact("the code for the blue door", "4821")]
@@ -105,7 +102,7 @@ def test_a_value_of_another_key_is_found_but_not_right(
     assert ("1 more say the value of something else" in summary) == (found and not right)
 
 
-def test_the_demo_keeps_no_text_and_never_passes_the_cap(folder: Path) -> None:
+def test_the_demo_keeps_no_text_and_never_passes_the_cap(folder):
     runtime = Runtime.from_pretrained(folder, budget_tokens=48, block_size=32, device="cpu")
     demo = Demo(runtime, tokens=4000, facts=2)
     held, kept = [], []
@@ -119,20 +116,20 @@ def test_the_demo_keeps_no_text_and_never_passes_the_cap(folder: Path) -> None:
     assert max(kept[-20:]) <= max(kept[:20])
 
 
-def test_the_demo_repeats(folder: Path) -> None:
+def test_the_demo_repeats(folder):
     runtime = Runtime.from_pretrained(folder, budget_tokens=48, block_size=32, device="cpu")
     one, two, other = (Demo(runtime, tokens=300, facts=2, seed=s).run() for s in (5, 5, 6))
     assert one.questions == two.questions != other.questions
 
 
 @pytest.mark.parametrize(("tokens", "facts"), [(-1, 1), (10, 0)])
-def test_the_demo_refuses_nonsense(folder: Path, tokens: int, facts: int) -> None:
+def test_the_demo_refuses_nonsense(folder, tokens, facts):
     runtime = Runtime.from_pretrained(folder, budget_tokens=48, block_size=32, device="cpu")
     with pytest.raises(ValueError, match="facts="):
         Demo(runtime, tokens=tokens, facts=facts)
 
 
-def test_eval_prints_the_table_and_writes_it(folder: Path, tmp_path: Path) -> None:
+def test_eval_prints_the_table_and_writes_it(folder, tmp_path):
     args = argv(
         "eval {} --lengths 96 --samples 2 --budgets 24,32 --positions compact "
         "--block-size 16 --device cpu --out {}",
@@ -144,12 +141,12 @@ def test_eval_prints_the_table_and_writes_it(folder: Path, tmp_path: Path) -> No
     assert [cell["budget"] for cell in cells] == [24, 32, 24, 32, None]
 
 
-def test_bench_ends_with_a_json_line() -> None:
+def test_bench_ends_with_a_json_line():
     out = printed("bench", "positions", "--budgets", "16", "--evictions", "20", "--repeats", "1")
     assert json.loads(out.stdout.splitlines()[-1])["bench"] == "positions"
 
 
-def test_pocket_remembers_what_it_no_longer_holds() -> None:
+def test_pocket_remembers_what_it_no_longer_holds():
     runtime = Runtime.from_pretrained("pocket", "keydiff", budget_tokens=256, device="cpu")
     report = Demo(runtime, tokens=6000, facts=8).run()
     assert report.recall >= 0.75
@@ -159,7 +156,7 @@ def test_pocket_remembers_what_it_no_longer_holds() -> None:
 
 
 @needs_library
-def test_a_demo_of_recall_asks_twice_and_prints_a_table(tmp_path: Path) -> None:
+def test_a_demo_of_recall_asks_twice_and_prints_a_table(tmp_path):
     file = str(tiny_gguf.written(tmp_path, template=tiny_gguf.CHATML))
     given = ("demo", file, "--tokens", "600", "--facts", "2", "--budget-tokens", "128")
     lines = printed(*given).stdout.splitlines()

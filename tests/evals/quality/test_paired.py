@@ -25,13 +25,13 @@ SHARE, PERPLEXITY = UNITS["share"], UNITS["perplexity"]
         ((36, 14, 0, 0), 0.1528, 0.4167),
     ],
 )
-def test_newcombe_interval(table: tuple[int, int, int, int], low: float, high: float) -> None:
+def test_newcombe_interval(table, low, high):
     assert newcombe(*table) == pytest.approx((low, high), abs=6e-5)
     both, first, second, neither = table
     assert newcombe(both, second, first, neither) == pytest.approx((-high, -low), abs=6e-5)
 
 
-def test_newcombe_interval_holds_the_difference_however_few() -> None:
+def test_newcombe_interval_holds_the_difference_however_few():
     for table in product(range(4), repeat=4):
         if n := sum(table):
             low, high = newcombe(*table)
@@ -44,11 +44,11 @@ def test_newcombe_interval_holds_the_difference_however_few() -> None:
     ("more", "fewer", "p"),
     [(0, 0, 1.0), (5, 5, 1.0), (10, 2, 0.03857), (0, 6, 0.03125), (12, 3, 0.03516)],
 )
-def test_mcnemar(more: int, fewer: int, p: float) -> None:
+def test_mcnemar(more, fewer, p):
     assert mcnemar(more, fewer) == pytest.approx(p, abs=1e-5)
 
 
-def test_scores_of_right_and_wrong_are_compared_exactly() -> None:
+def test_scores_of_right_and_wrong_are_compared_exactly():
     first, second = (1, 1, 1, 1, 1, 0, 1, 0), (1, 0, 0, 0, 0, 0, 0, 1)
     comparison = compare(first, second, SHARE)
     assert comparison.difference == pytest.approx((6 - 2) / 8)
@@ -57,7 +57,7 @@ def test_scores_of_right_and_wrong_are_compared_exactly() -> None:
     assert (comparison.ci_low, comparison.ci_high) == newcombe(1, 5, 1, 1)
 
 
-def test_other_scores_are_compared_by_a_bootstrap() -> None:
+def test_other_scores_are_compared_by_a_bootstrap():
     noise = [math.sin(i) for i in range(100)]  # of samples, far above the difference
     first, second = [x + 0.1 + 0.01 * math.cos(9 * x) for x in noise], noise
     comparison = compare(first, second, PERPLEXITY)
@@ -68,13 +68,13 @@ def test_other_scores_are_compared_by_a_bootstrap() -> None:
     assert (alike.difference, alike.ci_low, alike.ci_high) == (0, 0, 0)
 
 
-def test_samples_that_cannot_be_paired_are_refused() -> None:
+def test_samples_that_cannot_be_paired_are_refused():
     for first, second in (((), ()), ((1.0,), (1.0, 0.0))):
         with pytest.raises(ValueError, match="same samples"):
             compare(first, second, SHARE)
 
 
-def test_a_table_compares_the_first_policy_with_the_others() -> None:
+def test_a_table_compares_the_first_policy_with_the_others():
     cells = [
         cell("keydiff", 8, (1, 1, 1, 0)),
         cell("keydiff", 8, (1, 1, 0, 0), positions="true"),
@@ -104,7 +104,7 @@ def test_a_table_compares_the_first_policy_with_the_others() -> None:
     assert "-0.25 (" in full
 
 
-def test_a_table_names_ratios_of_perplexity() -> None:
+def test_a_table_names_ratios_of_perplexity():
     losses = [(1.0, 2.0, 1.5, 1.0), (1.1, 2.1, 1.6, 1.1)]
     cells = [
         replace(cell(p, 8, s), unit="perplexity", score=3.0)

@@ -65,9 +65,7 @@ def beside(*candidates: PolicyFigures, floor: float = 0.3, facts: int = 0) -> li
         ),
     ],
 )  # fmt: skip
-def test_what_is_chosen_and_why_others_are_dropped(
-    candidates: list[PolicyFigures], chosen: str, dropped: dict[str, str]
-) -> None:
+def test_what_is_chosen_and_why_others_are_dropped(candidates, chosen, dropped):
     choice = choose(beside(*candidates))
     assert (choice.policy, choice.reasons) == (chosen, dropped)
     assert choice.remarks[0].startswith(f"{chosen} is chosen, with a perplexity of ")
@@ -75,7 +73,7 @@ def test_what_is_chosen_and_why_others_are_dropped(
         assert any(remark.startswith(f"{policy} is dropped: {reason}") for remark in choice.remarks)
 
 
-def test_few_facts_weigh_less() -> None:
+def test_few_facts_weigh_less():
     def figures(policy: str, more: float, facts: tuple[float, ...]) -> PolicyFigures:
         return PolicyFigures(policy, 64, 1000, tuple(x + more for x in PASSAGES), facts)
 
@@ -88,7 +86,7 @@ def test_few_facts_weigh_less() -> None:
         assert choose(rows).policy == expected
 
 
-def test_what_is_worse_than_random_is_never_chosen() -> None:
+def test_what_is_worse_than_random_is_never_chosen():
     choice = choose(beside(row("a", 0.2), row("b", 0.3, 2), floor=0.1, facts=4))
     assert choice.policy is None
     assert choice.remarks == (
@@ -100,12 +98,12 @@ def test_what_is_worse_than_random_is_never_chosen() -> None:
     assert kept.policy == "a"  # quick, as good as a, is worse than random
 
 
-def test_random_and_the_uncapped_model_are_never_chosen() -> None:
+def test_random_and_the_uncapped_model_are_never_chosen():
     choice = choose(beside(row("a", ms=9.0), floor=-0.005, facts=4))
     assert (choice.policy, dict(choice.reasons)) == ("a", {})
 
 
-def test_a_difference_that_may_be_chance_is_said() -> None:
+def test_a_difference_that_may_be_chance_is_said():
     noisy = PolicyFigures("noisy", 64, 1000, (1.8, 2.6, 1.8, 2.5, 2.2), (1.0,) * 4, 1.0)
     remarks = " ".join(choose(beside(row("a"), noisy, row("bad", 0.1))).remarks)
     assert "noisy is dropped: perplexity 8.3% higher, a difference that may be chance" in remarks
@@ -113,14 +111,14 @@ def test_a_difference_that_may_be_chance_is_said() -> None:
     assert remarks.count("chance") == 1
 
 
-def test_a_model_that_finds_nothing_uncapped_is_said() -> None:
+def test_a_model_that_finds_nothing_uncapped_is_said():
     rows = [row(name, facts=0) for name in ("a", "random", "full")]
     assert choose(rows).remarks[-1] == (
         "the model finds no fact even uncapped, so that flow alone decides"
     )
 
 
-def test_the_command_of_a_base_model_reads_the_text() -> None:
+def test_the_command_of_a_base_model_reads_the_text():
     chosen = Recommendation("lagkv", {}, ())
     given = {"--budget-tokens": 64, "--dtype": "float32"}
     options = ["--policy", "lagkv", "--budget-tokens", "64", "--dtype", "float32", "--recall"]
@@ -133,7 +131,7 @@ def test_the_command_of_a_base_model_reads_the_text() -> None:
         assert command(chosen, "dir", "a b.txt", given, 32, plain=plain) == expected
 
 
-def test_rows_and_their_means_in_json() -> None:
+def test_rows_and_their_means_in_json():
     figures = row("a", facts=2).as_dict()
     assert figures["perplexity"] == pytest.approx(8.166, abs=1e-3)
     assert figures["facts_found"] == 0.5

@@ -82,9 +82,7 @@ def sides(given: TuningRequest, notes: list[str] | None = None) -> list[Any]:
     return tune._sides(given, tuned(given), [].append if notes is None else notes.append)
 
 
-def test_the_last_line_is_a_command_that_runs(
-    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_last_line_is_a_command_that_runs(file, tmp_path, capsys):
     folder = tiny_chat.save(tmp_path / "model", template=False)
     assert cli.run(command(folder, file, "--length", "160", "--dtype", "float32")) == 0
     out, noted = capsys.readouterr()
@@ -111,9 +109,7 @@ def test_the_last_line_is_a_command_that_runs(
     assert cli.run([*given[1:], "--max-new-tokens", "1"]) == 0
 
 
-def test_one_json_document_and_a_chat(
-    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_json_document_and_a_chat(file, tmp_path, capsys, monkeypatch):
     model = tiny_chat.save(tmp_path / "model")
     assert cli.run(command(model, file, "--length", "160", "--threads", "1", "--json")) == 0
     document = json.loads(capsys.readouterr().out)
@@ -139,7 +135,7 @@ def test_one_json_document_and_a_chat(
     assert cli.run([*document["command"][1:], "--max-new-tokens", "1"]) == 0
 
 
-def test_losses_are_those_of_the_pieces(folder: str) -> None:
+def test_losses_are_those_of_the_pieces(folder):
     given = request(folder, policies=("streaming_llm",), length=100)
     tuning = tune.tune(given, tuned(given), time.perf_counter())
     opening, ids = encode(load_tokenizer(folder), TEXT)
@@ -159,9 +155,7 @@ def test_losses_are_those_of_the_pieces(folder: str) -> None:
     assert capped.losses != pytest.approx(expected, abs=1e-4)
 
 
-def test_facts_are_asked_for_with_recall_as_in_a_chat(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_facts_are_asked_for_with_recall_as_in_a_chat(tmp_path, capsys):
     long = tmp_path / "long.txt"
     long.write_text(" ".join(islice(filler(Random(1)), 150)))
     given = ["tune", "pocket", "-f", str(long), "--policies", "streaming_llm"]
@@ -174,9 +168,7 @@ def test_facts_are_asked_for_with_recall_as_in_a_chat(
 
 
 @pytest.mark.parametrize("more", [[], ["--backend", "torch", "--weights", "int8"]])
-def test_the_model_is_loaded_as_chat_loads_it(
-    more: list[str], folder: str, file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_is_loaded_as_chat_loads_it(more, folder, file, monkeypatch):
     """Compare all that is given to the loader: weights, types, sizes, and how answers evict."""
     loaded = []
 
@@ -194,15 +186,13 @@ def test_the_model_is_loaded_as_chat_loads_it(
     assert loaded[0] == loaded[1]
 
 
-def test_an_export_is_refused_before_it_is_made(folder: str, file: str, kvcap: Any) -> None:
+def test_an_export_is_refused_before_it_is_made(folder, file, kvcap):
     assert "policies are measured in PyTorch or by llama.cpp" in kvcap.refused(
         *command(folder, file, "--weights", "int8")
     )
 
 
-def test_nothing_is_recommended_where_random_is_better(
-    folder: str, file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_recommended_where_random_is_better(folder, file, capsys, monkeypatch):
     monkeypatch.setattr(recommend, "SAME", -10.0)  # no cost is below that of random eviction
     given = command(folder, file, "--length", "100")
     assert cli.run(given) == 1
@@ -243,23 +233,15 @@ def test_nothing_is_recommended_where_random_is_better(
     ],
 )
 def test_refusals_come_before_the_model_is_loaded(
-    text: str,
-    more: list[str],
-    message: str,
-    folder: str,
-    tmp_path: Path,
-    kvcap: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    text, more, message, folder, tmp_path, kvcap, monkeypatch
+):
     monkeypatch.setattr(Runtime, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
     file = tmp_path / "text.txt"
     file.write_text(text)
     assert message in kvcap.refused(*command(folder, str(file), *more))
 
 
-def test_too_little_time_is_refused_and_says_how_much_would_do(
-    folder: str, file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_time_is_refused_and_says_how_much_would_do(folder, file, capsys, monkeypatch):
     monkeypatch.setattr(tune, "_pace", lambda *_: tune._Pace(predict=2.0, read=1.0, write=1.0))
     monkeypatch.setattr(tune, "_measure", lambda *_: pytest.fail("measured"))
     assert cli.run(command(folder, file)) == 2
@@ -271,9 +253,7 @@ def test_too_little_time_is_refused_and_says_how_much_would_do(
 @pytest.mark.parametrize(
     ("seconds", "expected"), [(10, [0, 1, 2, 3, 4]), (30, [0, 1, 2]), (99, [0]), (999, [0])]
 )
-def test_rounds_go_on_as_long_as_another_one_fits(
-    seconds: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_go_on_as_long_as_another_one_fits(seconds, expected, monkeypatch):
     now = 7.0
     monkeypatch.setattr(tune, "time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(tune, "MOST_ROUNDS", 5)
@@ -295,13 +275,7 @@ def test_rounds_go_on_as_long_as_another_one_fits(
         (0.3, 2, 96),  # one round
     ],
 )
-def test_as_much_is_measured_as_the_time_allows(
-    seconds: float,
-    candidates: int,
-    length: int,
-    folder: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_as_much_is_measured_as_the_time_allows(seconds, candidates, length, folder, monkeypatch):
     monkeypatch.setattr(tune, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     given, clock = request(folder), tune._Clock(0.0, minutes=5)
     all_sides = sides(given)
@@ -314,7 +288,7 @@ def test_as_much_is_measured_as_the_time_allows(
     assert 0 < minutes <= 5
 
 
-def test_pieces_do_not_overlap_and_begin_as_texts_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_do_not_overlap_and_begin_as_texts_do(monkeypatch):
     monkeypatch.setattr(tune, "MOST_ROUNDS", 12)
     pieces = tune._pieces([1], range(100, 1100), 91)
     assert len(pieces) == 11
@@ -324,7 +298,7 @@ def test_pieces_do_not_overlap_and_begin_as_texts_do(monkeypatch: pytest.MonkeyP
     assert tokens != sorted(tokens)  # the first ones are spread over the text
 
 
-def test_policies_are_measured_as_conversations_run_them(folder: str) -> None:
+def test_policies_are_measured_as_conversations_run_them(folder):
     given = request(folder, policies=("streaming_llm", "keydiff"), pins={"recent_tokens": 8})
     model = tuned(given)
     model.load("streaming_llm")
@@ -340,7 +314,7 @@ def test_policies_are_measured_as_conversations_run_them(folder: str) -> None:
     assert caches["full"].layout.budget_tokens == 100
 
 
-def test_equal_bytes_give_policies_their_own_slots(folder: str) -> None:
+def test_equal_bytes_give_policies_their_own_slots(folder):
     given = request(
         folder, policies=("snapkv", "lagkv"), sizes=Sizes(CacheSettings(kv_budget="64KiB"))
     )
@@ -352,9 +326,7 @@ def test_equal_bytes_give_policies_their_own_slots(folder: str) -> None:
 
 
 @pytest.mark.parametrize("policies", [(), ("all",)])
-def test_candidates_that_cannot_be_run_are_left_out_and_said(
-    policies: tuple[str, ...], folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_candidates_that_cannot_be_run_are_left_out_and_said(policies, folder, monkeypatch):
     monkeypatch.setattr(TorchTuned, "candidates", ("headkv", "streaming_llm"))
     monkeypatch.setattr(tune, "spelled_out", lambda names: ["headkv", "streaming_llm", "full"])
     notes: list[str] = []

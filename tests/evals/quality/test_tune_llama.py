@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -51,12 +50,7 @@ def tune_command(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("file", [tiny_gguf.CHATML, None], ids=["chat", "plain"], indirect=True)
-def test_the_command_runs_what_was_measured(
-    tune_command: list[str],
-    file: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_command_runs_what_was_measured(tune_command, file, capsys, monkeypatch):
     assert cli.run([*tune_command, "--json"]) in (
         0,
         1,
@@ -78,7 +72,7 @@ def test_the_command_runs_what_was_measured(
     assert cli.run([*command[1:], "--max-new-tokens", "1"]) == 0
 
 
-def test_the_uncapped_losses_are_llamacpps_own(file: str) -> None:
+def test_the_uncapped_losses_are_llamacpps_own(file):
     request = TuningRequest(file, TEXT, Sizes(CacheSettings(64, 32)))
     model = bound(request)
     engine = model.load("lagkv")
@@ -97,7 +91,7 @@ def test_the_uncapped_losses_are_llamacpps_own(file: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["streaming_llm", "keydiff-window"])
-def test_policies_are_measured_as_conversations_run_them(policy: str, file: str) -> None:
+def test_policies_are_measured_as_conversations_run_them(policy, file):
     pins = {"recent_tokens": 8}
     request = TuningRequest(file, TEXT, Sizes(CacheSettings(kv_budget="1MiB")), pins)
     model = bound(request)
@@ -119,15 +113,13 @@ def test_policies_are_measured_as_conversations_run_them(policy: str, file: str)
         (["--backend", "onnxruntime"], "measured in PyTorch or by llama.cpp"),
     ],
 )
-def test_refusals(
-    more: list[str], message: str, tune_command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusals(more, message, tune_command, capsys):
     capped = [part for part in tune_command if "--memory-cap" not in more or part not in SIZES[:2]]
     assert cli.run([*capped, *more]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_policies_that_observe_queries_are_left_out_and_said(file: str) -> None:
+def test_policies_that_observe_queries_are_left_out_and_said(file):
     notes: list[str] = []
     request = TuningRequest(file, TEXT, Sizes(CacheSettings(64, 32)), policies=("all",))
     policies = [side.policy for side in tune._sides(request, bound(request), notes.append)]
@@ -136,7 +128,7 @@ def test_policies_that_observe_queries_are_left_out_and_said(file: str) -> None:
     assert any(note.startswith("snapkv is left out: policy 'snapkv' looks at") for note in notes)
 
 
-def test_agreement_is_refused(file: str, tune_command: list[str], capsys: Any) -> None:
+def test_agreement_is_refused(file, tune_command, capsys):
     assert cli.run(["eval", file, "--agreement", "-f", tune_command[3]]) == 2
     assert "give --backend torch" in capsys.readouterr().err
 

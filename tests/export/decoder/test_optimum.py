@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "compare-optimum"
     importlib.util.find_spec("optimum") is None,
     reason="optimum-onnx is not installed here: it needs transformers below 4.58",
 )
-def test_optimums_decoder_gives_the_logits_of_kvcaps() -> None:
+def test_optimums_decoder_gives_the_logits_of_kvcaps():
     done = ran([sys.executable, "-P", str(SCRIPT), "pocket", "32"])
     assert done.returncode == 0, done.stderr
     assert "of the largest; optimum" in done.stdout

@@ -11,7 +11,6 @@ import pytest
 import torch
 from families import OLD, STATES, model_of
 from make import argv
-from torch import Tensor
 
 from kvcap import cli
 from kvcap.lab import analyze
@@ -71,7 +70,7 @@ def plain_ranks(row: list[float]) -> list[float]:
     ]
 
 
-def test_ranks_and_their_correlation_are_those_of_loops() -> None:
+def test_ranks_and_their_correlation_are_those_of_loops():
     x = torch.tensor([[3.0, 1.0, 1.0, -2.0, 5.0], [0.0, 0.0, 0.0, 1.0, 2.0]])
     y = torch.tensor([[1.0, 2.0, 3.0, 4.0, 4.0], [9.0, 8.0, 7.0, 6.0, 5.0]])
     for rows in (x, y):
@@ -87,19 +86,19 @@ def test_ranks_and_their_correlation_are_those_of_loops() -> None:
 
 
 @pytest.mark.parametrize("row", [[1.0], [2.0, 2.0, 2.0]])
-def test_no_order_has_no_correlation(row: list[float]) -> None:
+def test_no_order_has_no_correlation(row):
     assert correlation.spearman(torch.tensor([row]), torch.rand(1, len(row))).isnan().all()
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_attention_received_is_summed_over_the_queries_asked_for(window: int | None) -> None:
+def test_attention_received_is_summed_over_the_queries_asked_for(window):
     whole = observed(300, 300)  # several pieces
     received = correlation.received(whole, window)
     rows = whole.attention[0, :, :, -(window or 300) :]
     torch.testing.assert_close(received, rows.sum((1, 2)))
 
 
-def test_points_along_the_main_axes() -> None:
+def test_points_along_the_main_axes():
     keys = torch.tensor([[0.0, 0.0, 7.0], [4.0, 0.0, 7.0], [0.0, 2.0, 7.0], [4.0, 2.0, 7.0]])
     points, shares = pca.project(keys.double())
     assert points.tolist() == [[-2, -1], [2, -1], [-2, 1], [2, 1]]
@@ -107,7 +106,7 @@ def test_points_along_the_main_axes() -> None:
 
 
 @pytest.mark.parametrize("keys", [torch.ones(1, 3), torch.ones(5, 3), torch.zeros(2, 1)])
-def test_keys_that_do_not_vary_lie_at_one_point(keys: Tensor) -> None:
+def test_keys_that_do_not_vary_lie_at_one_point(keys):
     points, shares = pca.project(keys.double())
     assert points.shape == (len(keys), 2)
     assert not points.any()
@@ -115,12 +114,12 @@ def test_keys_that_do_not_vary_lie_at_one_point(keys: Tensor) -> None:
     assert math.isnan(pca.spread(keys.double(), torch.ones(len(keys), dtype=torch.bool)))
 
 
-def test_the_spread_of_kept_keys() -> None:
+def test_the_spread_of_kept_keys():
     keys = torch.tensor([[0.0], [1.0], [2.0], [3.0]]).double()  # variance 1.25
     assert pca.spread(keys, torch.tensor([True, False, False, True])) == pytest.approx(2.25 / 1.25)
 
 
-def test_the_volume_of_keys() -> None:
+def test_the_volume_of_keys():
     assert volume.log_volume(torch.tensor([[2.0, 0, 0], [0, 3.0, 0]])) == pytest.approx(
         math.log(36)
     )
@@ -136,7 +135,7 @@ def test_the_volume_of_keys() -> None:
 
 
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -1.0, 2.0, 0.0])])
-def test_moves_are_those_of_loops_over_heads(sinks: Tensor | None) -> None:
+def test_moves_are_those_of_loops_over_heads(sinks):
     after = observed(6, rule=Logits(sinks=sinks))
     stays = torch.tensor([[True, False, True, False, False], [False, True, True, True, False]])
     moved, size = perturbation.moves(after, stays)
@@ -159,14 +158,14 @@ def test_moves_are_those_of_loops_over_heads(sinks: Tensor | None) -> None:
         assert float(size[h]) == pytest.approx(float(outputs[1].abs().sum()), 1e-4)
 
 
-def test_what_keeps_everything_moves_nothing() -> None:
+def test_what_keeps_everything_moves_nothing():
     moved, _ = perturbation.moves(observed(5), torch.ones(2, 4, dtype=torch.bool))
     assert moved.abs().max() < 1e-5
     alone, _ = perturbation.moves(observed(1), torch.ones(2, 0, dtype=torch.bool))
     assert not alone.any()
 
 
-def test_shares_of_heads_and_means() -> None:
+def test_shares_of_heads_and_means():
     options = AnalysisOptions(policies=("a", "b"), budgets=(8,))
     change = torch.tensor([[[[[1.0, 4.0]]], [[[2.0, 1.0]]]], [[[[1.0, 0.0]]], [[[3.0, 1.0]]]]])
     one = {"layers": [0], "size": torch.tensor([[4.0, 4.0]]), "change": change, "growth": change}
@@ -182,7 +181,7 @@ def test_shares_of_heads_and_means() -> None:
 # DropKV
 
 
-def test_the_bound_of_the_theorem() -> None:
+def test_the_bound_of_the_theorem():
     ratio = {("random", 10): torch.tensor([[1.0, 2.0, torch.nan], [1.5, 3.0, 1.0]])}
     one = {
         "layers": [0, 1],
@@ -215,7 +214,7 @@ def test_the_bound_of_the_theorem() -> None:
 # OBCache
 
 
-def test_growing_windows_end_with_the_whole_text() -> None:
+def test_growing_windows_end_with_the_whole_text():
     whole = observed(150, 150)
     steps = [x.clone() for x in oracle.growing(whole, 149, [1, 8])]
     for window, scores in zip((1, 8, None), steps, strict=True):
@@ -223,7 +222,7 @@ def test_growing_windows_end_with_the_whole_text() -> None:
         torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_reserved_tokens_come_first() -> None:
+def test_reserved_tokens_come_first():
     score = torch.tensor([[[5.0, 4.0, 3.0, 2.0, 1.0]]])
     truth = torch.tensor([[[0.0, 9.0, 0.0, 0.0, 8.0]]])
     assert saliency.recall(score, truth, 2) == 0.5
@@ -235,7 +234,7 @@ def test_reserved_tokens_come_first() -> None:
 # CaliDrop
 
 
-def test_recomputed_steps_are_those_of_a_loop() -> None:
+def test_recomputed_steps_are_those_of_a_loop():
     unit = torch.nn.functional.normalize(torch.randn(3, 40, 2), dim=-1)
     shares = queries.recompute_share(unit, 0.7)
     for head, share in zip(unit, shares.tolist(), strict=True):
@@ -250,7 +249,7 @@ def test_recomputed_steps_are_those_of_a_loop() -> None:
 
 
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -1.0, 2.0, 0.0])])
-def test_calibration_by_the_same_query_is_exact(sinks: Tensor | None) -> None:
+def test_calibration_by_the_same_query_is_exact(sinks):
     """As the paper says of Figure 1."""
     whole, stays = observed(9, 9, rule=Logits(sinks=sinks)), torch.rand(2, 8) > 0.5
     plain, calibrated = queries.loss(whole, stays, 9, 0).tolist()
@@ -262,14 +261,14 @@ def test_calibration_by_the_same_query_is_exact(sinks: Tensor | None) -> None:
 # Texts
 
 
-def test_pieces_put_together_are_the_text(tokenizer: Any) -> None:
+def test_pieces_put_together_are_the_text(tokenizer):
     passage = "Two  spaces,\n\ta tab, é, 漢字, and 🙂🙃 at the end.\n"
     parts = pieces(tokenizer, passage)
     assert "".join(parts) == passage
     assert len(parts) == len(tokenizer(passage, add_special_tokens=False)["input_ids"])
 
 
-def test_what_is_kept_is_what_the_policy_says(text: Text) -> None:
+def test_what_is_kept_is_what_the_policy_says(text):
     expected = [*range(4), *range(TOKENS - 36, TOKENS)]
     for block in (16, TOKENS):
         for layer in text.kept("streaming_llm", 40, block):
@@ -280,7 +279,7 @@ def test_what_is_kept_is_what_the_policy_says(text: Text) -> None:
     assert [one.shape for one in sets] == [(2, TOKENS - 1)] * 2
 
 
-def test_texts_and_policies_that_cannot_be_analysed(runtime: Runtime, text: Text) -> None:
+def test_texts_and_policies_that_cannot_be_analysed(runtime, text):
     with pytest.raises(ValueError, match="full never evicts"):
         text.kept("full", 40, 16)
     with pytest.raises(ValueError, match="holds all of prose 0"):
@@ -295,12 +294,12 @@ def test_texts_and_policies_that_cannot_be_analysed(runtime: Runtime, text: Text
             pca.measure(text, options)
 
 
-def test_generated_texts_are_the_same_again(runtime: Runtime) -> None:
+def test_generated_texts_are_the_same_again(runtime):
     for kind in ("prose", "conversation"):
-        first, again = (generated(runtime, kind, 3, 128) for _ in range(2))  # type: ignore[arg-type]
+        first, again = (generated(runtime, kind, 3, 128) for _ in range(2))
         assert len(first) == 128
         assert torch.equal(first.ids, again.ids)
-        assert not torch.equal(first.ids, generated(runtime, kind, 4, 128).ids)  # type: ignore[arg-type]
+        assert not torch.equal(first.ids, generated(runtime, kind, 4, 128).ids)
 
 
 FAMILY = ["gpt_oss", "gemma3n", "glm", "qwen3_next", "deepseek_v3"]
@@ -309,9 +308,7 @@ FAMILY = ["gpt_oss", "gemma3n", "glm", "qwen3_next", "deepseek_v3"]
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("family", FAMILY)
-def test_every_analysis_of_every_kind_of_model(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_analysis_of_every_kind_of_model(family, tmp_path, monkeypatch):
     if OLD and family in STATES:
         pytest.skip("transformers 4.57 keeps no recurrent states in a cache")
     monkeypatch.setattr(analyze, "_write", lambda *_: None)  # pictures take long
@@ -337,9 +334,7 @@ def command(folder: Path, *words: str) -> list[str]:
     ]
 
 
-def test_the_command_writes_a_picture_and_figures_for_each(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_a_picture_and_figures_for_each(folder, tmp_path, capsys):
     words = ["all", "--budgets", "40", "--texts", "2", "--out", str(tmp_path), "--seed", "7"]
     assert cli.run(command(folder, *words)) == 0
     output = capsys.readouterr().out
@@ -355,9 +350,7 @@ def test_the_command_writes_a_picture_and_figures_for_each(
     assert [sum(row) for row in runs[0]["heads"]] == [2 * 40] * 2
 
 
-def test_a_file_is_read_with_the_options_given(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_is_read_with_the_options_given(folder, tmp_path, capsys):
     file = tmp_path / "letter.txt"
     file.write_text("The quick brown fox jumps over the lazy dog. " * 20)
     words = argv(
@@ -391,13 +384,7 @@ def test_a_file_is_read_with_the_options_given(
         (["kept", "--out", "EMPTY"], "is a file, not a folder"),
     ],
 )
-def test_what_cannot_be_analysed_is_refused_by_name(
-    words: list[str],
-    says: str,
-    folder: Path,
-    tmp_path: Path,
-    kvcap: Any,
-) -> None:
+def test_what_cannot_be_analysed_is_refused_by_name(words, says, folder, tmp_path, kvcap):
     empty = tmp_path / "empty.txt"
     empty.touch()
     given = [str(empty) if word == "EMPTY" else word for word in words]
@@ -406,9 +393,7 @@ def test_what_cannot_be_analysed_is_refused_by_name(
     assert not (tmp_path / "out").exists()
 
 
-def test_without_matplotlib_it_is_refused_by_name(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_it_is_refused_by_name(folder, capsys, monkeypatch):
     monkeypatch.setattr(analyze, "find_spec", lambda _: None)
     assert cli.run(command(folder, "all")) != 0
     assert "pip install '.[plot]'" in capsys.readouterr().err

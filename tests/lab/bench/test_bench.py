@@ -46,7 +46,7 @@ ON_CUDA = ("gpu", "kernels", "parts", "throughput", "token")
 
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", [name for name in benchmarks() if name not in ELSEWHERE + ON_CUDA])
-def test_a_benchmark_gives_a_table_and_one_json_object(name: str) -> None:
+def test_a_benchmark_gives_a_table_and_one_json_object(name):
     result = load(name)(TOY)
     row = json.loads(json.dumps(result.as_dict()))
     assert {"bench", "device", "versions", "threads", "rows"} <= set(row)
@@ -59,13 +59,13 @@ def test_a_benchmark_gives_a_table_and_one_json_object(name: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only without a CUDA device")
 @pytest.mark.parametrize("name", ON_CUDA)
-def test_benchmarks_that_need_cuda_say_so(name: str) -> None:
+def test_benchmarks_that_need_cuda_say_so(name):
     with pytest.raises(ValueError, match="needs a CUDA device"):
         load(name)(TOY)
 
 
 @pytest.mark.slow
-def test_prefill_memory_is_flat_and_the_peer_grows() -> None:
+def test_prefill_memory_is_flat_and_the_peer_grows():
     result = load("prefill")(TOY)
     peak = {(row["runs"], row["tokens"]): row["peak_mib"] for row in result.rows}
     assert peak["kvcap", 64] == peak["kvcap", 128]
@@ -73,7 +73,7 @@ def test_prefill_memory_is_flat_and_the_peer_grows() -> None:
     assert set(result.derived["ratios"]) == {"64", "128"}
 
 
-def test_scoring_compares_policies_with_keydiff() -> None:
+def test_scoring_compares_policies_with_keydiff():
     names = ("snapkv", "full", "headkv", "h2o+criticalkv")  # headkv gets a table of its own
     result = load("scoring")(replace(TOY, policies=names, budgets=(40, 48)))
     rows = {(row["policy"], row["budget"]): row for row in result.rows}
@@ -85,19 +85,19 @@ def test_scoring_compares_policies_with_keydiff() -> None:
 
 
 @pytest.mark.parametrize("name", benchmarks())
-def test_defaults_of_benchmarks_are_options(name: str) -> None:
+def test_defaults_of_benchmarks_are_options(name):
     assert options_for(name, {"repeats": 7, "budgets": (9,)}).repeats == 7
     assert options_for("scoring", {}).policies == ("all",)
 
 
-def test_a_text_has_the_same_tokens_however_it_is_encoded() -> None:
+def test_a_text_has_the_same_tokens_however_it_is_encoded():
     rows = load("encoding")(replace(TOY, lengths=(60, 8000), repeats=1)).rows
     assert [row["same"] for row in rows] == [True, True]
     assert rows[1]["letters"] > PIECE + PIECE // 2  # in pieces
     assert all(row["ratio_least"] <= row["ratio"] <= row["ratio_most"] for row in rows)
 
 
-def test_a_turn_recalls_what_is_timed() -> None:
+def test_a_turn_recalls_what_is_timed():
     options = replace(TOY, model="pocket", lengths=(1500,), budgets=(256,), repeats=1)
     (row,) = load("recall")(options).rows
     assert 1400 < row["tokens"] <= 1500
@@ -106,18 +106,18 @@ def test_a_turn_recalls_what_is_timed() -> None:
     assert 0 < row["turn_least"] <= row["turn"] <= row["turn_most"]
 
 
-def test_keys_rotated_in_place_drift() -> None:
+def test_keys_rotated_in_place_drift():
     error = {(r["keys"], r["dtype"]): r["error_max"] for r in load("positions")(TOY).rows}
     for dtype in ("float32", "bfloat16"):
         assert error["in place", dtype] > 4 * error["by shift", dtype]
 
 
-def test_unknown_benchmarks_name_the_known() -> None:
+def test_unknown_benchmarks_name_the_known():
     with pytest.raises(ValueError, match=r"known: clients, cpu, decode, .*positions, prefill"):
         load("prefil")
 
 
-def test_allocator_peak_is_exact() -> None:
+def test_allocator_peak_is_exact():
     def work() -> torch.Tensor:
         a = torch.empty(MIB // 4)
         b = torch.empty(MIB // 2)
@@ -127,5 +127,5 @@ def test_allocator_peak_is_exact() -> None:
     assert allocator_peak(work) == 6 * MIB
 
 
-def test_percentiles() -> None:
+def test_percentiles():
     assert percentiles([float(i) for i in range(11)]) == {"p20": 2.0, "p50": 5.0, "p80": 8.0}

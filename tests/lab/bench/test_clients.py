@@ -38,7 +38,7 @@ def options(tmp_path: Path) -> BenchmarkOptions:
 
 
 @pytest.mark.slow
-def test_all_answer_together_and_one_alone(options: BenchmarkOptions) -> None:
+def test_all_answer_together_and_one_alone(options):
     (row,) = load("clients")(replace(options, vs=())).rows
     assert (row["server"], row["clients"], row["n"], row["why"]) == ("kvcap", 3, 48, "")
     assert row["gain"] == row["tok_s"] / row["alone_tok_s"] > 0
@@ -51,16 +51,14 @@ def test_all_answer_together_and_one_alone(options: BenchmarkOptions) -> None:
     not all(map(find_spec, ("fastapi", "openai", "accelerate"))),
     reason="pip install transformers[serving]",
 )
-def test_the_peer_answers_the_same_prompts(options: BenchmarkOptions) -> None:
+def test_the_peer_answers_the_same_prompts(options):
     mine, peer = load("clients")(options).rows
     assert (peer["server"], peer["clients"], peer["why"]) == ("transformers", 3, "")
     assert peer["ratio"] == mine["tok_s"] / peer["tok_s"]
 
 
 @pytest.mark.slow
-def test_a_peer_that_fails_has_a_row_that_says_why(
-    options: BenchmarkOptions, tmp_path: Path
-) -> None:
+def test_a_peer_that_fails_has_a_row_that_says_why(options, tmp_path):
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no such package >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -70,11 +68,9 @@ def test_a_peer_that_fails_has_a_row_that_says_why(
 
 
 @pytest.mark.parametrize("more", [{"model": "pocket"}, {"vs": ("llama.cpp",)}])
-def test_what_cannot_be_measured_is_refused(
-    options: BenchmarkOptions, more: dict[str, object]
-) -> None:
+def test_what_cannot_be_measured_is_refused(options, more):
     with pytest.raises(ValueError, match=r"random-tiny|transformers alone"):
-        load("clients")(replace(options, **more))  # type: ignore[arg-type]
+        load("clients")(replace(options, **more))
 
 
 def asked_in_vain(server: PeerServer) -> None:
@@ -83,7 +79,7 @@ def asked_in_vain(server: PeerServer) -> None:
     raise PeerFailed("a stream ended before its end")
 
 
-def test_a_server_that_hangs_is_killed() -> None:
+def test_a_server_that_hangs_is_killed():
     with (
         pytest.raises(PeerFailed, match="not done after 1 s"),
         running([sys.executable, "-c", "import time; time.sleep(600)"], limit_s=1),
@@ -102,13 +98,13 @@ def test_a_server_that_hangs_is_killed() -> None:
         ("sys.exit(1)", "it said nothing"),
     ],
 )
-def test_a_server_that_ends_says_its_last_words(code: str, last_words: str) -> None:
+def test_a_server_that_ends_says_its_last_words(code, last_words):
     ends = [sys.executable, "-c", f"import sys; {code}"]
     with pytest.raises(PeerFailed, match=f"did not start: {last_words}$"), running(ends):
         pass
 
 
-def test_an_endless_model_is_the_same_without_its_end(tmp_path: Path) -> None:
+def test_an_endless_model_is_the_same_without_its_end(tmp_path):
     from transformers import AutoConfig
 
     model = directory("random-tiny", tmp_path)
@@ -133,19 +129,19 @@ class Stream:
         return b""
 
 
-def test_streams_of_both_servers_are_read_to_their_end() -> None:
+def test_streams_of_both_servers_are_read_to_their_end():
     piece = b'data: {"choices": [{"text": "t5", "finish_reason": null}]}\n'
     ended = b'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n'
     chat = b'data: {"choices": [{"delta": {"content": "t5"}}]}\n'
     for stream in (Stream(piece, b"\n", ended), Stream(chat, b"data: [DONE]\n")):
-        assert "".join(text for _, text in pieces(stream)) == "t5"  # type: ignore[arg-type]
+        assert "".join(text for _, text in pieces(stream)) == "t5"
     for stream, why in (
         (Stream(piece), "before its end"),
         (Stream(b'data: {"error": {"message": "full"}}\n'), "full"),
         (Stream(b'data: {"error": "CUDA "out" of memory"}\n'), "of memory"),
     ):
         with pytest.raises(PeerFailed, match=why):
-            list(pieces(stream))  # type: ignore[arg-type]
+            list(pieces(stream))
 
 
 class Halting:
@@ -163,7 +159,7 @@ class Halting:
         piece = b'data: {"choices": [{"text": "t5", "finish_reason": null}]}\n'
         stream = Stream(*[piece] * many, b"data: [DONE]\n" if many else b"")
         if not many:
-            stream.readline = self.hang  # type: ignore[method-assign]
+            stream.readline = self.hang
         return stream
 
     def hang(self) -> bytes:
@@ -171,18 +167,16 @@ class Halting:
         return b""
 
 
-def test_clients_that_fail_say_how_far_all_had_come(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_clients_that_fail_say_how_far_all_had_come(monkeypatch, capsys):
     """At once, though others wait for their first token yet."""
     monkeypatch.setattr(clients, "PROGRESS_S", 0.01)
     server = Halting(7, 0)
-    at_once = Clients(server, ["0", "1"], 100, 4)  # type: ignore[arg-type]
+    at_once = Clients(server, ["0", "1"], 100, 4)
     with pytest.raises(PeerFailed, match=r"an answer ended before .*; 1 of 2 clients .* 7 tokens"):
         at_once.read()
     assert server.killed.is_set()
     hung = Halting(0)
-    at_once = Clients(hung, ["0"], 100, 4)  # type: ignore[arg-type]
+    at_once = Clients(hung, ["0"], 100, 4)
     threading.Timer(0.2, hung.kill).start()
     with pytest.raises(PeerFailed, match="before its end; 0 of 1 clients"):
         at_once.read()

@@ -29,9 +29,7 @@ SETTINGS = {"model": "nowhere", "files": "nowhere", "weights": "F16", "context":
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("peer", [None, "transformers"])
-def test_a_run_in_processes_of_their_own(
-    peer: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_processes_of_their_own(peer, tmp_path, capsys):
     """A row has kvcap and its peer, and says what was run."""
     given = {"lengths": (0,), "depths": (40,), "steps": 3, "repeats": 2, "threads": (1,)}
     sizes = {"budgets": (32,), "block_size": 16, "files": tmp_path, "model": "random-tiny"}
@@ -72,7 +70,7 @@ class Toy:
         return {"seconds": [took] * max(1, tokens), "peak_bytes": 7, "kv_bytes": 5}
 
 
-def test_programs_alternate_and_ratios_are_of_the_same_round() -> None:
+def test_programs_alternate_and_ratios_are_of_the_same_round():
     log: list[str] = []
     # The machine slows down: by medians of each alone, the ratio would be 4 / 2 = 2 all the same;
     # of the same rounds it is 2, 4 and 1.
@@ -114,7 +112,7 @@ class Counted:
         return None
 
 
-def test_a_measurement_does_what_is_requested() -> None:
+def test_a_measurement_does_what_is_requested():
     program = Counted()
     figures = serve.measure(program, "prefill", 12, 0, 0)
     assert program.done == [("prefill", 12)]
@@ -127,15 +125,13 @@ def test_a_measurement_does_what_is_requested() -> None:
     assert serve.measure(program, "decode", 1, 1, 0, evictions=True) == {"share": None}
 
 
-def test_a_missing_library_is_an_error_of_the_benchmark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_library_is_an_error_of_the_benchmark(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     with pytest.raises(ExtraMissing, match=f"llama.cpp cannot be run: no libllama .*{tmp_path}"):
         Process("llama.cpp", None, SETTINGS)
 
 
-def test_an_error_that_names_no_package_is_said_as_it_is(tmp_path: Path) -> None:
+def test_an_error_that_names_no_package_is_said_as_it_is(tmp_path):
     """A module that stands for numpy raises as kvcap does where an extra is missing."""
     (tmp_path / "numpy.py").write_text("raise ImportError('this file needs two packages')")
     code = (
@@ -152,9 +148,7 @@ def test_an_error_that_names_no_package_is_said_as_it_is(tmp_path: Path) -> None
     assert json.loads(done.stdout) == {"unusable": "this file needs two packages"}
 
 
-def test_starts_are_of_new_processes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_starts_are_of_new_processes(monkeypatch, capsys):
     """Each round starts every program once; the first of them is not counted."""
     log: list[tuple[str, str]] = []
 
@@ -193,7 +187,7 @@ def test_starts_are_of_new_processes(
 
 
 @pytest.mark.slow
-def test_a_start_of_the_command_itself() -> None:
+def test_a_start_of_the_command_itself():
     settings = {
         "model": "pocket",
         "text": "the the",
@@ -212,7 +206,7 @@ def test_a_start_of_the_command_itself() -> None:
         first_piece("kvcap", None, {**settings, "model": "./nowhere"})
 
 
-def test_peers_that_cannot_be_run_are_refused_by_name(tmp_path: Path) -> None:
+def test_peers_that_cannot_be_run_are_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"no peer is called 'ollama'; known: llama.cpp, "):
         cpu.run(BenchmarkOptions(vs=("ollama",)))
     with pytest.raises(PeerFailed, match=r"kvpress cannot be run by '/nowhere/python': No such"):
@@ -228,7 +222,7 @@ def test_peers_that_cannot_be_run_are_refused_by_name(tmp_path: Path) -> None:
         cores(999)
 
 
-def test_weights_and_models_that_cannot_be_run(tmp_path: Path) -> None:
+def test_weights_and_models_that_cannot_be_run(tmp_path):
     options = BenchmarkOptions(
         model="random-tiny", files=tmp_path, backend="pytorch", weights=("int3",)
     )
@@ -240,9 +234,7 @@ def test_weights_and_models_that_cannot_be_run(tmp_path: Path) -> None:
         cpu.run(BenchmarkOptions(model="random-7b"))
 
 
-def test_the_options_are_those_of_llama_bench(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_options_are_those_of_llama_bench(capsys, monkeypatch):
     given_options: list[BenchmarkOptions] = []
 
     def run(options: BenchmarkOptions) -> Result:
@@ -280,11 +272,11 @@ def test_the_options_are_those_of_llama_bench(
         ("cpu -o yaml", ": 'yaml' is not one of"),
     ],
 )
-def test_bad_options_are_refused(line: str, message: str, kvcap: Any) -> None:
+def test_bad_options_are_refused(line, message, kvcap):
     assert message in kvcap.refused("bench", *line.split())
 
 
-def test_gguf_rows_turn_as_the_checkpoints_do() -> None:
+def test_gguf_rows_turn_as_the_checkpoints_do():
     """RoPE by halves over a projection is RoPE by neighbours over the same rows reordered."""
     rng = np.random.default_rng(0)
     queries, keys = rng.normal(size=(2, 2 * 8, 5))  # two heads of 8
@@ -306,7 +298,7 @@ def test_gguf_rows_turn_as_the_checkpoints_do() -> None:
     assert np.abs(logits((queries, keys), True) - expected).max() > 0.1
 
 
-def test_gguf_files_are_of_plain_llamas(tmp_path: Path) -> None:
+def test_gguf_files_are_of_plain_llamas(tmp_path):
     none: Any = None  # the library, which is not reached
     weights = torch.arange(6.0).view(2, 3) - 2.5
     kinds = (torch.float32, torch.bfloat16, torch.float16)

@@ -31,9 +31,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_gguf.written(tmp_path_factory.mktemp("gguf"), trained=2048)
 
 
-def test_all_rows_at_equal_bytes(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_rows_at_equal_bytes(file, tmp_path, capsys, monkeypatch):
     """Both sides have the same bytes and prompts; a second run measures nothing again."""
 
     def here(work: SideWork) -> dict[str, Any]:
@@ -68,7 +66,7 @@ def test_all_rows_at_equal_bytes(
     assert json.loads(capsys.readouterr().out)["rows"] == json.loads(json.dumps(rows))
 
 
-def test_a_process_of_its_own(file: Path) -> None:
+def test_a_process_of_its_own(file):
     sizes: dict[str, Any] = {
         "budget": 256,
         "kv_bytes": 1 << 20,
@@ -84,7 +82,7 @@ def test_a_process_of_its_own(file: Path) -> None:
     assert row["ttft_s"] > 0
 
 
-def test_a_shift_drops_half_of_what_follows_the_first_tokens(file: Path) -> None:
+def test_a_shift_drops_half_of_what_follows_the_first_tokens(file):
     sizes = CacheSettings(budget_tokens=224, block_size=32)
     runtime = ShiftedRuntime.from_file(file, None, sizes, threads=1)
     loop = runtime.loop()
@@ -103,9 +101,7 @@ def test_a_shift_drops_half_of_what_follows_the_first_tokens(file: Path) -> None
         ({"lengths": (64,)}, "two --lengths"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(
-    given: dict[str, Any], message: str, file: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_compared_is_refused(given, message, file, tmp_path):
     options = {**GIVEN, "model": str(file), "files": tmp_path, **given}
     with pytest.raises(ValueError, match=message):
         bench.run(options_for("equal-bytes", options))

@@ -56,7 +56,7 @@ def without(attention: Tensor, values: Tensor, gone: list[int]) -> Tensor:
     return left @ values.double() / left.sum() - whole
 
 
-def test_what_is_captured_gives_the_models_attention_output(model: Any, ids: Tensor) -> None:
+def test_what_is_captured_gives_the_models_attention_output(model, ids):
     outputs: list[Tensor] = []
     hooks = [
         layer.self_attn.register_forward_hook(lambda *call: outputs.append(call[2][0]))
@@ -72,9 +72,7 @@ def test_what_is_captured_gives_the_models_attention_output(model: Any, ids: Ten
             torch.testing.assert_close(output, expected[0, t], atol=1e-5, rtol=1e-4)
 
 
-def test_a_prefix_is_what_a_shorter_text_shows(
-    model: Any, ids: Tensor, layers: list[Observation]
-) -> None:
+def test_a_prefix_is_what_a_shorter_text_shows(model, ids, layers):
     for whole, short in zip(layers, capture(model, ids[:, :25]), strict=True):
         obs = until(whole, 25, 4)
         assert obs.queries is not None
@@ -84,7 +82,7 @@ def test_a_prefix_is_what_a_shorter_text_shows(
         torch.testing.assert_close(obs.attention, short.attention[..., -4:, :])
 
 
-def test_removal_error_is_that_of_removing_one_token(layers: list[Observation]) -> None:
+def test_removal_error_is_that_of_removing_one_token(layers):
     obs = until(layers[1], 20, 3)
     errors = removal_error(obs).flatten(1, 2)  # [B, H, w, n]
     for t in range(3):
@@ -94,7 +92,7 @@ def test_removal_error_is_that_of_removing_one_token(layers: list[Observation]) 
                 assert float(errors[0, h, t, j]) == pytest.approx(float(expected), rel=1e-3)
 
 
-def test_perturbation_is_the_l1_change_behind_the_projection(layers: list[Observation]) -> None:
+def test_perturbation_is_the_l1_change_behind_the_projection(layers):
     whole, n = layers[0], 24
     kept = torch.rand(1, 2, n, generator=torch.Generator().manual_seed(0)) < 0.5
     after = until(whole, n + 1, 1)
@@ -112,7 +110,7 @@ def test_perturbation_is_the_l1_change_behind_the_projection(layers: list[Observ
         assert change[h] <= bound * (1 + 1e-5)
 
 
-def test_perturbation_measures_policy_criticalkv_size_and_mass(layers: list[Observation]) -> None:
+def test_perturbation_measures_policy_criticalkv_size_and_mass(layers):
     base, critical, size, mass = perturbation.measure(layers[0], "snapkv", 39, 36)
     assert base.shape == critical.shape == (4,)
     after = until(layers[0], 40, 1)
@@ -130,7 +128,7 @@ def drawn(layers: list[Observation], monkeypatch: pytest.MonkeyPatch) -> dict[st
     return pools.draw(until(layers[0], LENGTH, 3), seed=0)[0]
 
 
-def test_pools_are_candidates_drawn_four_ways(drawn: dict[str, pools.Pools]) -> None:
+def test_pools_are_candidates_drawn_four_ways(drawn):
     assert list(drawn) == ["random", "least attention", "near the median", "ranks disagree"]
     for pool in drawn.values():
         assert pool.weights.shape == (4, 3, 6)
@@ -144,7 +142,7 @@ def test_pools_are_candidates_drawn_four_ways(drawn: dict[str, pools.Pools]) -> 
 
 
 @pytest.mark.parametrize("count", [2, 5])
-def test_the_best_set_is_the_best_of_all(drawn: dict[str, pools.Pools], count: int) -> None:
+def test_the_best_set_is_the_best_of_all(drawn, count):
     pool = drawn["random"]
     best = pools.optimum(pool, count)
     for i in range(4):
@@ -158,7 +156,7 @@ def test_the_best_set_is_the_best_of_all(drawn: dict[str, pools.Pools], count: i
         assert float(best[i]) == pytest.approx(min(changes))
 
 
-def test_the_change_of_a_set_is_that_of_attention_renormalised(layers: list[Observation]) -> None:
+def test_the_change_of_a_set_is_that_of_attention_renormalised(layers):
     obs = until(layers[0], LENGTH, 1)
     gone = [3, 11, 20]
     for attention, values, _ in heads(obs, 0):
@@ -179,15 +177,15 @@ def test_the_change_of_a_set_is_that_of_attention_renormalised(layers: list[Obse
         ([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 2.0, 0.0]], 0.5**0.5),  # the middle one is idle
     ],
 )
-def test_cone_constants(residuals: list[list[float]], expected: float) -> None:
+def test_cone_constants(residuals, expected):
     assert float(pools.cone(torch.tensor([residuals]))) == pytest.approx(expected, abs=1e-9)
 
 
-def test_no_cone_holds_opposite_residuals() -> None:
+def test_no_cone_holds_opposite_residuals():
     assert float(pools.cone(torch.tensor([[[1.0, 0.0], [-1.0, 0.1], [0.0, -1.0]]]))) <= 0
 
 
-def test_the_cone_is_the_best_of_many(drawn: dict[str, pools.Pools]) -> None:
+def test_the_cone_is_the_best_of_many(drawn):
     residuals = drawn["random"].residuals[:, 0]
     constants = pools.cone(residuals)
     unit = torch.nn.functional.normalize(residuals, dim=-1)
@@ -198,14 +196,14 @@ def test_the_cone_is_the_best_of_many(drawn: dict[str, pools.Pools]) -> None:
     assert (constants > 0).all()
 
 
-def test_recall_counts_what_both_put_first() -> None:
+def test_recall_counts_what_both_put_first():
     truth = torch.tensor([[[5.0, 4.0, 3.0, 2.0, 1.0]]])
     assert saliency.recall(truth * 7, truth, 2) == 1
     assert saliency.recall(truth.flip(-1), truth, 2) == 0
     assert saliency.recall(truth.flip(-1), truth, 3) == pytest.approx(1 / 3)
 
 
-def test_the_oracle_removes_each_token_before_the_last(layers: list[Observation]) -> None:
+def test_the_oracle_removes_each_token_before_the_last(layers):
     changes = saliency.oracle(layers[0], 30)  # [B, K, n]
     assert changes.shape == (1, 2, 30)
     rows = heads(until(layers[0], 31, 1), 0)
@@ -215,7 +213,7 @@ def test_the_oracle_removes_each_token_before_the_last(layers: list[Observation]
         assert float(changes[0, k, j]) == pytest.approx(expected, rel=1e-3)
 
 
-def test_scores_are_summed_over_window_and_group(layers: list[Observation]) -> None:
+def test_scores_are_summed_over_window_and_group(layers):
     obs = until(layers[0], 30, 4)
     scores = saliency.scores(obs)
     assert tuple(scores) == saliency.SCORES
@@ -229,7 +227,7 @@ def test_scores_are_summed_over_window_and_group(layers: list[Observation]) -> N
         assert float(scores["value"][0, k, j]) == pytest.approx(valued, rel=1e-4)
 
 
-def test_texts_of_pocket_have_the_length_asked_for_and_differ() -> None:
+def test_texts_of_pocket_have_the_length_asked_for_and_differ():
     first, second = pocket_layers(2, 33)
     assert len(first) == 6
     assert first[0].keys.shape == (1, 2, 33, 64)
@@ -237,7 +235,7 @@ def test_texts_of_pocket_have_the_length_asked_for_and_differ() -> None:
 
 
 @pytest.mark.slow
-def test_dropkv_is_near_the_best_set_on_pocket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropkv_is_near_the_best_set_on_pocket(monkeypatch):
     """Table 16: near 1 on random pools, nearer than attention on all; Theorem 1 holds."""
     monkeypatch.setattr(proxy, "WINDOWS", (1,))
     result = load("proxy")(OPTIONS)
@@ -252,7 +250,7 @@ def test_dropkv_is_near_the_best_set_on_pocket(monkeypatch: pytest.MonkeyPatch) 
         assert rows["least attention", count]["ratio"]["p50"] <= 1.2
 
 
-def test_obcache_finds_more_of_the_oracles_tokens_than_attention_on_pocket() -> None:
+def test_obcache_finds_more_of_the_oracles_tokens_than_attention_on_pocket():
     """Figure 2, wherever the window is recent; over all queries every score favours old tokens."""
     result = load("saliency")(replace(OPTIONS, budgets=(26, 64), repeats=2))
     json.loads(json.dumps(result.as_dict()), parse_constant=pytest.fail)
@@ -263,7 +261,7 @@ def test_obcache_finds_more_of_the_oracles_tokens_than_attention_on_pocket() -> 
             assert row["exact"] > row["attention"]
 
 
-def test_perturbation_has_a_row_per_layer_and_two_for_all() -> None:
+def test_perturbation_has_a_row_per_layer_and_two_for_all():
     """No claim: on pocket criticalkv's errors are no smaller, see the benchmark's table."""
     result = load("perturbation")(replace(OPTIONS, budgets=(64,), policies=("snapkv",)))
     json.loads(json.dumps(result.as_dict()), parse_constant=pytest.fail)
@@ -273,6 +271,6 @@ def test_perturbation_has_a_row_per_layer_and_two_for_all() -> None:
     assert 0 < total["ratio"] < float("inf")
 
 
-def test_texts_too_short_for_pools_are_refused() -> None:
+def test_texts_too_short_for_pools_are_refused():
     with pytest.raises(ValueError, match="give 64 or more"):
         load("proxy")(replace(OPTIONS, lengths=(20,)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ def read() -> passages.Passages:
 
 
 @torch.inference_mode()
-def test_every_way_ranks_every_passage(read: passages.Passages) -> None:
+def test_every_way_ranks_every_passage(read):
     ranked = list(read.rank("Grandpa hid a violin."))
     ways = [way for way, *_ in ranked]
     assert len(set(ways)) == len(ways) == 1 + 4 * 5 + 2 * 3
@@ -37,7 +36,7 @@ def test_every_way_ranks_every_passage(read: passages.Passages) -> None:
 
 
 @torch.inference_mode()
-def test_keys_are_those_before_rotation(read: passages.Passages) -> None:
+def test_keys_are_those_before_rotation(read):
     layer = read.base.layers[1]
     seen = list[torch.Tensor]()
     hook = layer.self_attn.k_proj.register_forward_hook(lambda *given: seen.append(given[2]))
@@ -47,9 +46,7 @@ def test_keys_are_those_before_rotation(read: passages.Passages) -> None:
     torch.testing.assert_close(keys.flatten(1), seen[0][0])
 
 
-def test_a_row_has_the_share_of_each_kind_of_question(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_has_the_share_of_each_kind_of_question(tmp_path, monkeypatch):
     lines = passages.PAIRS.read_text(encoding="utf-8").splitlines()
     (tmp_path / "few.txt").write_text("\n".join(lines[:4]), encoding="utf-8")
     monkeypatch.setattr(passages, "PAIRS", tmp_path / "few.txt")
@@ -64,7 +61,7 @@ def test_a_row_has_the_share_of_each_kind_of_question(
     assert len(result.table().splitlines()) == 2 + len(result.rows)
 
 
-def test_the_pairs_are_facts_with_two_questions() -> None:
+def test_the_pairs_are_facts_with_two_questions():
     lines = passages.PAIRS.read_text(encoding="utf-8").splitlines()
     parts = [[part.strip() for part in line.split("|")] for line in lines]
     assert len({fact for fact, *_ in parts}) == len(parts) == 40

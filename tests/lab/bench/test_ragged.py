@@ -12,7 +12,7 @@ from kvcap.runtime.attention.functions import attend_rows
 
 
 @pytest.mark.parametrize("length", [1, 3])
-def test_all_ways_attend_alike(length: int) -> None:
+def test_all_ways_attend_alike(length):
     held = [5, 40, 9, 64, 30, 65, 12, 7]
     segments = ragged._segments(held, length, DEVICE, torch.float32, 4)
     query, pool = torch.randn(1, ragged.HEADS, length, ragged.SIZE).to(DEVICE), segments[0].pool

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,13 +23,13 @@ def unhurt(loaded: dict[str, Any], killed: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_lost_under_load_or_by_kills(tmp_path: Path) -> None:
+def test_nothing_is_lost_under_load_or_by_kills(tmp_path):
     model = str(pocket.path())
     unhurt(serve._load(model, 64, 6), serve._killed(model, 64, 1, tmp_path))
 
 
 @pytest.mark.slow(ci=0)  # seven servers, one after the other
-def test_every_kind_of_row() -> None:
+def test_every_kind_of_row():
     sizes: Any = {"budgets": (64,), "steps": 4, "repeats": 1, "conversations": 6, "kills": 1}
     result = load("serve")(BenchmarkOptions(**sizes, model="pocket"))
     overhead, together, shared, loaded, killed = result.rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +38,7 @@ def checked(result: Result) -> dict[tuple[str, str, str], dict[str, Any]]:
     return {(row["kv_dtype"], row["positions"], row["equal"]): row for row in rows}
 
 
-def test_every_type_of_slots_in_pytorch() -> None:
+def test_every_type_of_slots_in_pytorch():
     rows = checked(slots.run(BenchmarkOptions(**SIZES)))
     kinds = ("int8", "int8-int4", "int4")
     fewer = [(kind, "compact", equal) for kind in kinds for equal in ("slots", "bytes")]
@@ -50,7 +49,7 @@ def test_every_type_of_slots_in_pytorch() -> None:
     assert torch.get_num_threads() == 1 or slots.GPU
 
 
-def test_a_model_of_a_directory_and_a_policy(tmp_path: Path) -> None:
+def test_a_model_of_a_directory_and_a_policy(tmp_path):
     folder = slots.directory("random-tiny", tmp_path)
     given = {**SIZES, "model": folder, "policies": ("streaming_llm",), "repeats": 1, "steps": 1}
     (first, *_) = slots.run(BenchmarkOptions(**given)).rows
@@ -59,9 +58,7 @@ def test_a_model_of_a_directory_and_a_policy(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(ci=0)
-def test_exports_of_compact_and_true_positions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exports_of_compact_and_true_positions(tmp_path, capsys):
     given = {**SIZES, "files": tmp_path, "backend": "onnxruntime", "weights": ("int8",)}
     rows = checked(slots.run(BenchmarkOptions(**given)))
     fewer = [("int8", kept, equal) for kept in ("compact", "true") for equal in ("slots", "bytes")]
@@ -71,7 +68,7 @@ def test_exports_of_compact_and_true_positions(
     assert capsys.readouterr().err.count("exporting") == 5
 
 
-def test_every_cache_is_measured_before_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_cache_is_measured_before_the_next_round(monkeypatch):
     """The machine slows down: of the same rounds, the ratios are 2, 4 and 1."""
     log: list[str] = []
     cache = SimpleNamespace(nbytes=7)
@@ -94,7 +91,7 @@ def test_every_cache_is_measured_before_the_next_round(monkeypatch: pytest.Monke
     assert (floats["token_ratio"], int8["token_ratio"], int8["prefill_ratio"]) == (1, 2, 0.5)
 
 
-def test_filled_slots_are_all_in_use() -> None:
+def test_filled_slots_are_all_in_use():
     """However short a prompt is, and over slots that are full nothing more is filled."""
     options = options_for("slots", {**SIZES, "lengths": (5,)})
     for held in next(slots._in_pytorch(options, "cpu")):
@@ -114,6 +111,6 @@ def test_filled_slots_are_all_in_use() -> None:
         ({"steps": 0}, "at least 1"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(given: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_measured_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
         slots.run(BenchmarkOptions(**{**SIZES, **given}))

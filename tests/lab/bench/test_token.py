@@ -11,7 +11,7 @@ from kvcap.lab.bench import token
 from kvcap.lab.bench.token import Layer, Variant
 
 
-def test_the_runtimes_variant_comes_first_and_each_once() -> None:
+def test_the_runtimes_variant_comes_first_and_each_once():
     variants = token.variants(DEVICE)
     tile = kernels.token.tile_of(token.SIZE * token.DTYPE.itemsize, torch.device(DEVICE))
     assert variants[0] == Variant(*tile[:3])
@@ -21,7 +21,7 @@ def test_the_runtimes_variant_comes_first_and_each_once() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_every_variant_attends_and_evicts_alike(batch: int) -> None:
+def test_every_variant_attends_and_evicts_alike(batch):
     torch.manual_seed(1)
     layer = Layer(batch, 100, 4, 2, 32, torch.float32, DEVICE)
     slots = [x.clone() for x in layer.segment.pool.buffers()]

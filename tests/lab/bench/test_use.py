@@ -30,9 +30,7 @@ FIGURES = {
 
 
 @pytest.mark.slow(ci=0)
-def test_every_run_is_a_process_or_a_session(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_run_is_a_process_or_a_session(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(use, "TOGETHER", 2)
     result = use.run(options_for("use", {**GIVEN, "files": tmp_path}))
     rows = json.loads(json.dumps(result.as_dict()))["rows"]
@@ -54,9 +52,7 @@ def test_every_run_is_a_process_or_a_session(
     assert "keydiff, again: " in capsys.readouterr().err
 
 
-def test_machines_are_empty_and_turns_are_told_by_their_median(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_are_empty_and_turns_are_told_by_their_median(tmp_path, monkeypatch):
     """No run finds what another machine compiled; what is told of several is their middle."""
     folders: list[str] = []
     later = [10.0, 10.0, 10.0, *[None] * len(use.DECODED)]
@@ -89,8 +85,8 @@ def test_machines_are_empty_and_turns_are_told_by_their_median(
 
 
 def test_other_policies_share_a_process_and_one_that_fails_is_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(use, "_machine", lambda requests: iter([("first", FIGURES)]))
     given = {**GIVEN, "policies": ("keydiff", "headkv", "cake", "snapkv"), "files": tmp_path}
     answers, requests = use._answers, []
@@ -110,9 +106,7 @@ def test_other_policies_share_a_process_and_one_that_fails_is_left_out(
     assert "cake gave no answer: no cake" in capsys.readouterr().err
 
 
-def test_an_interrupt_ends_with_the_rows_that_are_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_ends_with_the_rows_that_are_there(tmp_path, capsys, monkeypatch):
 
     def machine(settings: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "first", FIGURES
@@ -127,7 +121,7 @@ def test_an_interrupt_ends_with_the_rows_that_are_there(
     lines.close()  # ends the process too
 
 
-def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_process_that_fails_says_why(tmp_path):
     model = directory("random-tiny", tmp_path)
     settings = {
         "model": model,
@@ -144,7 +138,7 @@ def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
     assert list(use._process("print(sys.argv[1:])", ["a"], str(tmp_path))) == ["['a']\n"]
 
 
-def test_models_have_names_or_directories(tmp_path: Path) -> None:
+def test_models_have_names_or_directories(tmp_path):
     made = directory("random-tiny", tmp_path)
     assert directory("random-tiny", tmp_path) == made == str(tmp_path / "random-tiny")
     assert directory(made, tmp_path) == made

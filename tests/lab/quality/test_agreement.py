@@ -52,7 +52,7 @@ def only(report: Any, policy: str, positions: str = "true") -> SettingAgreement:
     return row
 
 
-def test_what_is_compared() -> None:
+def test_what_is_compared():
     mine, truth = torch.randn(2, 7, 30, generator=torch.Generator().manual_seed(0))
     mine[2] = truth[2]
     p, q = truth.log_softmax(-1), mine.log_softmax(-1)
@@ -66,7 +66,7 @@ def test_what_is_compared() -> None:
 
 
 @pytest.mark.parametrize("positions", ["compact", "true"])
-def test_figures_are_those_of_whole_matrices(positions: Any, sweep: Sweep, folder: Path) -> None:
+def test_figures_are_those_of_whole_matrices(positions, sweep, folder):
     row = only(measure(replace(sweep, positions=(positions,)), TEXT), "keydiff", positions)
     before, ids = encode(AutoTokenizer.from_pretrained(folder), TEXT)
     size = 100 - len(before)
@@ -94,7 +94,7 @@ def test_figures_are_those_of_whole_matrices(positions: Any, sweep: Sweep, folde
     assert sum(part.tokens for part in row.stretches) == 200
 
 
-def test_uncapped_agrees_exactly_and_what_drops_everything_does_not() -> None:
+def test_uncapped_agrees_exactly_and_what_drops_everything_does_not():
     sizes = {"budgets": (4, 192), "lengths": (400,), "block_size": 64, "positions": ("compact",)}
     sweep = small_sweep("pocket", policies=("full", "random", "keydiff"), **sizes)
     report = measure(sweep, TEXT)
@@ -113,9 +113,7 @@ def test_uncapped_agrees_exactly_and_what_drops_everything_does_not() -> None:
     assert low < kept.evicted.kl < high < dropped.evicted.kl_interval[0]
 
 
-def test_no_more_than_a_block_of_predictions_is_held(
-    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_than_a_block_of_predictions_is_held(sweep, monkeypatch):
     read, made, most = BlockLoop.read_every, [], 0
 
     def watched(self: BlockLoop, ids: torch.Tensor) -> torch.Tensor:
@@ -132,7 +130,7 @@ def test_no_more_than_a_block_of_predictions_is_held(
     assert most <= 2  # the uncapped model's, and those of the setting read last
 
 
-def test_intervals_weigh_blocks_by_their_tokens() -> None:
+def test_intervals_weigh_blocks_by_their_tokens():
     draws = torch.Generator().manual_seed(1)
     sizes = torch.randint(1, 16, (60,), generator=draws).double()
     rates = torch.rand(60, generator=draws).double() + (sizes > 8)
@@ -144,14 +142,14 @@ def test_intervals_weigh_blocks_by_their_tokens() -> None:
     assert not low < float(rates.mean()) < high
 
 
-def test_passages_keep_to_the_trained_length(sweep: Sweep) -> None:
+def test_passages_keep_to_the_trained_length(sweep):
     report = measure(replace(sweep, lengths=(4096,), samples=50, policies=("keydiff",)), TEXT)
     assert report.length == 512
     assert report.passages == -(-report.tokens // 512) > 1
     assert "passages of up to 512" in table(report)
 
 
-def test_the_command(sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(sweep, tmp_path, capsys):
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
     out = tmp_path / "out"
@@ -196,7 +194,7 @@ def test_the_command(sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture
         (None, "", "--agreement -f FILE"),
     ],
 )
-def test_refusals(text: str | None, given: str, message: str, tmp_path: Path, kvcap: Any) -> None:
+def test_refusals(text, given, message, tmp_path, kvcap):
     file, model = tmp_path / "text.txt", "pocket"
     if text is not None:
         file.write_text(text)
@@ -210,5 +208,5 @@ def test_refusals(text: str | None, given: str, message: str, tmp_path: Path, kv
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_needs_the_option_that_reads_it(kvcap: Any) -> None:
+def test_a_file_needs_the_option_that_reads_it(kvcap):
     assert "--agreement -f FILE" in kvcap.refused("eval", "pocket", "-f", "text.txt")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ def done(chores: Chores, address: str) -> tuple[dict[str, Any], list[str]]:
     return dict(spread(engine, WORDS, str, notes.append)), notes
 
 
-def test_workers_killed_on_a_cluster_lose_nothing(cluster: Any, tmp_path: Path) -> None:
+def test_workers_killed_on_a_cluster_lose_nothing(cluster, tmp_path):
     for plant in ("die-at-b", "always-at-d"):
         (tmp_path / plant).touch()
     chores = Chores(tmp_path)
@@ -43,7 +42,7 @@ def test_workers_killed_on_a_cluster_lose_nothing(cluster: Any, tmp_path: Path) 
     assert not ray.is_initialized()  # the cluster is left, and goes on
 
 
-def test_a_node_killed_in_a_sweep_loses_nothing(cluster: Any, tmp_path: Path) -> None:
+def test_a_node_killed_in_a_sweep_loses_nothing(cluster, tmp_path):
     node = cluster.add_node(num_cpus=1, **STORE)
     cluster.wait_for_nodes()
     chores, notes = Chores(tmp_path), list[str]()
@@ -59,9 +58,7 @@ def test_a_node_killed_in_a_sweep_loses_nothing(cluster: Any, tmp_path: Path) ->
     assert len(cells) == 12
 
 
-def test_the_command_spreads_cells_over_a_cluster(
-    cluster: Any, folder: Path, tmp_path: Path
-) -> None:
+def test_the_command_spreads_cells_over_a_cluster(cluster, folder, tmp_path):
     command = argv(
         "eval {} --policies keydiff,full --budgets 24,48 "
         "--lengths 64 --samples 2 --block-size 16 --device cpu",
@@ -75,6 +72,6 @@ def test_the_command_spreads_cells_over_a_cluster(
     assert {(c.setting, c.scores) for c in there} == {(c.setting, c.scores) for c in here}
 
 
-def test_a_cluster_that_does_not_answer_is_named(tmp_path: Path) -> None:
+def test_a_cluster_that_does_not_answer_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"--ray-address 127\.0\.0\.1:1: no Ray cluster answers"):
         RayCluster(Chores(tmp_path), address="127.0.0.1:1")

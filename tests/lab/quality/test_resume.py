@@ -88,7 +88,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, policy: str, error: BaseException) 
 
 
 @pytest.mark.slow
-def test_a_sweep_killed_at_any_point_goes_on(sweep: Sweep, tmp_path: Path) -> None:
+def test_a_sweep_killed_at_any_point_goes_on(sweep, tmp_path):
     out = tmp_path / "out"
     points = ["measuring", "writing", "written", "finishing"]
     program = subprocess.run(
@@ -116,9 +116,7 @@ def test_a_sweep_killed_at_any_point_goes_on(sweep: Sweep, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("rest", [b'{"model": "m", "dty', b"{", b"\0\0\0\0", b"\xff{"])
-def test_half_a_line_is_dropped_and_its_cell_run_again(
-    sweep: Sweep, tmp_path: Path, rest: bytes
-) -> None:
+def test_half_a_line_is_dropped_and_its_cell_run_again(sweep, tmp_path, rest):
     path, notes = tmp_path / "cells.jsonl", list[str]()
     sweep = replace(sweep, budgets=(24,), positions=("true",))
     first, last = run(sweep, tmp_path)
@@ -130,7 +128,7 @@ def test_half_a_line_is_dropped_and_its_cell_run_again(
     assert notes == [f"{path}: the last line was cut short and is dropped; its cell is run again"]
 
 
-def test_a_whole_line_without_its_end_is_kept(sweep: Sweep, tmp_path: Path) -> None:
+def test_a_whole_line_without_its_end_is_kept(sweep, tmp_path):
     sweep = replace(sweep, budgets=(24,), policies=("keydiff",))
     first, last = run(sweep, tmp_path)
     path = tmp_path / "cells.jsonl"
@@ -142,7 +140,7 @@ def test_a_whole_line_without_its_end_is_kept(sweep: Sweep, tmp_path: Path) -> N
     assert not mend(tmp_path / "missing")
 
 
-def test_two_sweeps_in_a_folder_are_refused(sweep: Sweep, tmp_path: Path) -> None:
+def test_two_sweeps_in_a_folder_are_refused(sweep, tmp_path):
     with (
         locked(tmp_path / ".lock", pytest.fail),
         pytest.raises(ValueError, match="another sweep is running"),
@@ -151,9 +149,7 @@ def test_two_sweeps_in_a_folder_are_refused(sweep: Sweep, tmp_path: Path) -> Non
     assert not (tmp_path / "cells.jsonl").exists()
 
 
-def test_a_cell_that_fails_is_named_and_the_others_go_on(
-    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cell_that_fails_is_named_and_the_others_go_on(sweep, tmp_path, monkeypatch):
     sweep = replace(sweep, policies=("keydiff", "snapkv", "full"), budgets=(48,))
     planted(monkeypatch, "snapkv", RuntimeError("out of\nmemory"))
     notes: list[str] = []
@@ -170,9 +166,7 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(
     assert steps == [3, 4, 5]
 
 
-def test_the_command_shows_what_it_has_and_fails(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_the_command_shows_what_it_has_and_fails(folder, tmp_path, monkeypatch, capsys):
     planted(monkeypatch, "snapkv", ValueError("planted"))
     command = ["eval", str(folder), "--policies", "keydiff,snapkv,full", "--budgets", "48"]
     command += ["--lengths", "64", "--samples", "2", "--block-size", "16", "--positions", "true"]
@@ -184,12 +178,7 @@ def test_the_command_shows_what_it_has_and_fails(
     assert "1 of 3 cells failed" in err
 
 
-def test_ctrl_c_says_what_is_kept_and_how_to_go_on(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_ctrl_c_says_what_is_kept_and_how_to_go_on(folder, tmp_path, monkeypatch, capsys):
     command = ["eval", str(folder), "--policies", "keydiff,full", "--budgets", "48"]
     command += ["--lengths", "64", "--samples", "2", "--block-size", "16", "--positions", "true"]
     command += ["--out", str(tmp_path), "--device", "cpu"]
@@ -213,18 +202,14 @@ def interrupted(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("compared", [["keydiff"], ["keydiff", "tova"]])
-def test_only_policies_of_the_sweep_are_compared(
-    sweep: Sweep, tmp_path: Path, compared: list[str]
-) -> None:
+def test_only_policies_of_the_sweep_are_compared(sweep, tmp_path, compared):
     with pytest.raises(ValueError, match="--compare: "):
         run(sweep, tmp_path / "out", compared=compared)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow(ci=0)
-def test_processes_measure_what_one_does(
-    sweep: Sweep, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_processes_measure_what_one_does(sweep, tmp_path, capfd):
     steps: list[int] = []
     shared = run(sweep, tmp_path / "two", lambda n, *_: steps.append(n), crew=Crew(workers=2))
     assert steps == [0, 1, 2, 3, 4, 5]
@@ -234,13 +219,13 @@ def test_processes_measure_what_one_does(
     assert "leaked" not in capfd.readouterr().err  # as extension modules say of what is frozen
 
 
-def test_too_many_processes_are_refused_before_anything_runs(sweep: Sweep, tmp_path: Path) -> None:
+def test_too_many_processes_are_refused_before_anything_runs(sweep, tmp_path):
     with pytest.raises(PlanInfeasible, match="--workers 99999: each takes"):
         run(sweep, tmp_path / "out", crew=Crew(workers=99999))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_worker_of_another_version_is_refused(sweep: Sweep) -> None:
+def test_a_worker_of_another_version_is_refused(sweep):
     job = runner.CellJob(sweep, sweep.settings("float32")[0], version="0.0")
     with pytest.raises(ValueError, match="install the same version"):
         job.load(0)

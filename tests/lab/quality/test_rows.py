@@ -53,7 +53,7 @@ def longbench(**changes: Any) -> Any:
 # A user's own file
 
 
-def test_rows_of_a_users_file_are_asked_below_their_text(tmp_path: Path, tokenizer: Any) -> None:
+def test_rows_of_a_users_file_are_asked_below_their_text(tmp_path, tokenizer):
     path = write(tmp_path / "town.jsonl", own(), "", own("River?", ["Alder", "the Alder"]))
     samples = make_samples(f"file:{path}", tokenizer, 200, 2, seed=0)
     first = next(sample for sample in samples if sample.answers == ("Ann Ode",))
@@ -66,9 +66,7 @@ def test_rows_of_a_users_file_are_asked_below_their_text(tmp_path: Path, tokeniz
     assert tokenizer.decode(question).startswith("Who is the mayor?")
 
 
-def test_tables_say_how_long_the_prompts_were(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_say_how_long_the_prompts_were(tmp_path, capsys):
     """`--lengths` is the most that a row may have, and rows may be shorter."""
     path = write(tmp_path / "town.jsonl", own(), own("River?", ["Alder"]))
     out = tmp_path / "out"
@@ -89,7 +87,7 @@ def test_tables_say_how_long_the_prompts_were(
     assert "### Up to 4,096 tokens, compact positions" in page([part], "", {})
 
 
-def test_the_last_of_messages_is_the_question(tmp_path: Path, tokenizer: Any) -> None:
+def test_the_last_of_messages_is_the_question(tmp_path, tokenizer):
     messages = [
         {"role": "user", "content": TOWN},
         {"role": "assistant", "content": "I see."},
@@ -104,7 +102,7 @@ def test_the_last_of_messages_is_the_question(tmp_path: Path, tokenizer: Any) ->
     hash(sample)
 
 
-def test_metrics_are_of_the_row_or_of_the_task(tmp_path: Path, tokenizer: Any) -> None:
+def test_metrics_are_of_the_row_or_of_the_task(tmp_path, tokenizer):
     rows = own(), own() | {"metric": "exact_match"}
     chosen = own() | {"metric": "classification", "answers": ["Ann"], "classes": ["Ann", "Bob"]}
     path = write(tmp_path / "a.jsonl", *rows, chosen)
@@ -141,13 +139,13 @@ def test_metrics_are_of_the_row_or_of_the_task(tmp_path: Path, tokenizer: Any) -
         ([{"messages": [{"role": "user"}], "answers": "a"}], "line 1: message 0 has no 'content'"),
     ],
 )
-def test_broken_files_are_refused_by_line(lines: list[Any], message: str, tmp_path: Path) -> None:
+def test_broken_files_are_refused_by_line(lines, message, tmp_path):
     path = write(tmp_path / "a.jsonl", *lines)
     with pytest.raises(ValueError, match=message):
         load_task(f"file:{path}")
 
 
-def test_files_that_are_not_there_are_named(tmp_path: Path, tokenizer: Any) -> None:
+def test_files_that_are_not_there_are_named(tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"cannot read '.*no.jsonl': No such file"):
         load_task(f"file:{tmp_path}/no.jsonl")
     with pytest.raises(ValueError, match="is a folder; give a file"):
@@ -161,7 +159,7 @@ def test_files_that_are_not_there_are_named(tmp_path: Path, tokenizer: Any) -> N
         load_task(f"file:{tmp_path}/b.jsonl")
 
 
-def test_a_prompt_beyond_the_length_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_prompt_beyond_the_length_is_refused(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", own())
     (sample,) = make_samples(f"file:{path}", tokenizer, 500, 1, seed=0)
     size = len(prompt_ids(tokenizer, sample))
@@ -170,7 +168,7 @@ def test_a_prompt_beyond_the_length_is_refused(tmp_path: Path, tokenizer: Any) -
         make_samples(f"file:{path}", tokenizer, size - 1, 1, seed=0)
 
 
-def test_rows_are_drawn_by_the_seed_alone(tmp_path: Path, tokenizer: Any) -> None:
+def test_rows_are_drawn_by_the_seed_alone(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", *(own(f"Is it {i}?") for i in range(20)))
 
     def drawn(count: int, seed: int, length: int = 200) -> list[str]:
@@ -185,9 +183,7 @@ def test_rows_are_drawn_by_the_seed_alone(tmp_path: Path, tokenizer: Any) -> Non
         drawn(21, 0)
 
 
-def test_a_model_without_a_chat_template_goes_on_from_the_text(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_without_a_chat_template_goes_on_from_the_text(tmp_path, tokenizer, monkeypatch):
     path = write(tmp_path / "a.jsonl", own())
     monkeypatch.setattr(tokenizer, "chat_template", None)
     (sample,) = make_samples(f"file:{path}", tokenizer, 200, 1, seed=0)
@@ -198,7 +194,7 @@ def test_a_model_without_a_chat_template_goes_on_from_the_text(
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_a_longbench_prompt_is_its_template(name: str, tmp_path: Path) -> None:
+def test_a_longbench_prompt_is_its_template(name, tmp_path):
     write(tmp_path / f"{name}.jsonl", longbench(all_classes=["Ann Ode", "Ode"]))
     task: Any = load_task(f"longbench/{name}:{tmp_path}")
     (sample,) = task.samples
@@ -212,7 +208,7 @@ def test_a_longbench_prompt_is_its_template(name: str, tmp_path: Path) -> None:
     assert set(EVEN) < set(SETS)
 
 
-def test_longbench_scores_are_the_best_of_all_answers(tmp_path: Path, tokenizer: Any) -> None:
+def test_longbench_scores_are_the_best_of_all_answers(tmp_path, tokenizer):
     write(tmp_path / "hotpotqa.jsonl", longbench())
     write(tmp_path / "triviaqa.jsonl", longbench())
     for name, score in (("hotpotqa", 2 / 3), ("triviaqa", 1)):
@@ -235,16 +231,14 @@ def official_cut(tokenizer: Any, prompt: str, most: int) -> str:
 
 @pytest.mark.parametrize("name", ["triviaqa", "hotpotqa", "lcc", "gov_report"])
 @pytest.mark.parametrize("length", [300, 301, 512])
-def test_a_longbench_prompt_is_cut_in_its_middle(
-    name: str, length: int, tmp_path: Path, tokenizer: Any
-) -> None:
+def test_a_longbench_prompt_is_cut_in_its_middle(name, length, tmp_path, tokenizer):
     context = " ".join(f"Line {i} of the report is told here." for i in range(200))
     write(tmp_path / f"{name}.jsonl", longbench(context=context))
     (sample,) = make_samples(f"longbench/{name}:{tmp_path}", tokenizer, length, 1, seed=0)
     ids = prompt_ids(tokenizer, sample)
     assert length - 4 < len(ids) <= length
     (task,) = (load_task(f"longbench/{name}:{tmp_path}"),)
-    whole = task.samples[0].messages[0]["content"]  # type: ignore[attr-defined]
+    whole = task.samples[0].messages[0]["content"]
     shown = sample.messages[0]["content"]
     around = len(prompt_ids(tokenizer, sample)) - len(tokenizer(shown)["input_ids"])
     assert around == 0 or SETS[name].chat
@@ -254,7 +248,7 @@ def test_a_longbench_prompt_is_cut_in_its_middle(
     assert tokenizer.decode(question).startswith(sample.question[:20])
 
 
-def test_a_length_that_cuts_the_question_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_length_that_cuts_the_question_is_refused(tmp_path, tokenizer):
     write(tmp_path / "hotpotqa.jsonl", longbench(context=TOWN * 20))
     name = f"longbench/hotpotqa:{tmp_path}"
     with pytest.raises(ValueError, match="leaves no room for the question") as caught:
@@ -263,9 +257,7 @@ def test_a_length_that_cuts_the_question_is_refused(tmp_path: Path, tokenizer: A
     make_samples(name, tokenizer, least, 1, seed=0)
 
 
-def test_longbench_is_found_in_folders_archives_and_on_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_longbench_is_found_in_folders_archives_and_on_the_hub(tmp_path, monkeypatch):
     rows = json.dumps(longbench()) + "\n"
     (tmp_path / "a").mkdir()
     with zipfile.ZipFile(tmp_path / "a" / "data.zip", "w") as archive:
@@ -275,7 +267,7 @@ def test_longbench_is_found_in_folders_archives_and_on_the_hub(
         load_task(f"longbench/hotpotqa_e:{tmp_path}/{where}")
         for where in ("a", "a/data.zip", "b", "b/data/hotpotqa_e.jsonl")
     ]
-    assert len({task.digest for task in samples}) == 1  # type: ignore[attr-defined]
+    assert len({task.digest for task in samples}) == 1
     with pytest.raises(ValueError, match=r"data.zip has no data/musique.jsonl"):
         load_task(f"longbench/musique:{tmp_path}/a")
     with pytest.raises(ValueError, match=r"has none of musique.jsonl, data/musique.jsonl"):
@@ -293,10 +285,10 @@ def test_longbench_is_found_in_folders_archives_and_on_the_hub(
     (repository / "refs" / "main").write_text(commit)
     (repository / "snapshots" / commit).mkdir(parents=True)
     (tmp_path / "a" / "data.zip").rename(repository / "snapshots" / commit / "data.zip")
-    assert load_task("longbench/hotpotqa_e").digest == samples[0].digest  # type: ignore[attr-defined]
+    assert load_task("longbench/hotpotqa_e").digest == samples[0].digest
 
 
-def test_a_broken_archive_is_named(tmp_path: Path) -> None:
+def test_a_broken_archive_is_named(tmp_path):
     (tmp_path / "data.zip").write_bytes(b"PK")
     with pytest.raises(ValueError, match=r"data\.zip is no zip archive"):
         load_task(f"longbench/musique:{tmp_path}")
@@ -311,7 +303,7 @@ QA = (
 )
 
 
-def test_ruler_rows_are_split_where_the_question_begins(tmp_path: Path, tokenizer: Any) -> None:
+def test_ruler_rows_are_split_where_the_question_begins(tmp_path, tokenizer):
     row = {"index": 0, "input": QA, "outputs": ["Ann Ode", "Mrs Ode"], "answer_prefix": " Answer:"}
     write(tmp_path / "qa_1" / "validation.jsonl", row)
     earlier = row | {"input": f"{QA} Answer:"}
@@ -329,7 +321,7 @@ def test_ruler_rows_are_split_where_the_question_begins(tmp_path: Path, tokenize
     assert task.score(sample, " ann ode ") == 1
 
 
-def test_ruler_needles_are_scored_by_their_share(tmp_path: Path) -> None:
+def test_ruler_needles_are_scored_by_their_share(tmp_path):
     asks = "What are all the special magic numbers for owl and fox mentioned in the provided text?"
     row = {"input": f"Some text. What now?\n{asks}", "outputs": ["11\n2", "33"]}
     path = write(tmp_path / "niah_multiquery.jsonl", row)
@@ -353,15 +345,13 @@ def test_ruler_needles_are_scored_by_their_share(tmp_path: Path) -> None:
         ("fil", QA, "no task is called 'fil'; did you mean 'file'"),
     ],
 )
-def test_wrong_names_and_files_of_others(
-    name: str, text: str, message: str, tmp_path: Path
-) -> None:
+def test_wrong_names_and_files_of_others(name, text, message, tmp_path):
     path = write(tmp_path / "a.jsonl", {"input": text, "outputs": ["x"]})
     with pytest.raises(ValueError, match=message):
         load_task(f"{name}:{path}")
 
 
-def test_mathematics_is_asked_without_a_text(tmp_path: Path, tokenizer: Any) -> None:
+def test_mathematics_is_asked_without_a_text(tmp_path, tokenizer):
     row = {"problem": "What is $1/2$?", "answer": r"\frac{1}{2}", "level": 1}
     path = write(tmp_path / "test.jsonl", row)
     (sample,) = make_samples(f"math:{path.parent}", tokenizer, 200, 1, seed=0)
@@ -371,16 +361,14 @@ def test_mathematics_is_asked_without_a_text(tmp_path: Path, tokenizer: Any) -> 
         prompt_parts(tokenizer, sample, "after")
 
 
-def test_a_missing_package_is_named_before_anything_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named_before_anything_runs(tmp_path, monkeypatch):
     write(tmp_path / "lcc.jsonl", longbench())
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
     with pytest.raises(ExtraMissing, match="code_similarity needs rapidfuzz"):
         load_task(f"longbench/lcc:{tmp_path}")
 
 
-def test_a_path_goes_to_the_tasks_that_take_it() -> None:
+def test_a_path_goes_to_the_tasks_that_take_it():
     assert set(files()) == {"file", "longbench", "math", "ruler"}
     assert not set(files()) & set(tasks())
     names = ["longbench/lcc", "niah_single", "file:a.jsonl", "math"]
@@ -393,9 +381,7 @@ def test_a_path_goes_to_the_tasks_that_take_it() -> None:
 # The command
 
 
-def test_pocket_answers_a_users_file(
-    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pocket_answers_a_users_file(tmp_path, tokenizer, capsys):
     made = make_samples("niah_single", tokenizer, 150, 2, seed=5)
     rows = [{"context": s.context, "question": s.question, "answers": s.answers} for s in made]
     path, out = write(tmp_path / "facts.jsonl", *rows), tmp_path / "out"

@@ -45,19 +45,19 @@ def sweep(folder: Path) -> Sweep:
     return small_sweep(folder, lengths=(128,), samples=3)
 
 
-def test_needles_are_spread_over_the_text(tokenizer: Any) -> None:
+def test_needles_are_spread_over_the_text(tokenizer):
     samples = make_samples("niah_single", tokenizer, 1024, 10, seed=0)
     depths = sorted(s.context.index(s.answers[0]) / len(s.context) for s in samples)
     assert all(i / 10 - 0.1 < depth < i / 10 + 0.2 for i, depth in enumerate(depths))
 
 
 @pytest.mark.parametrize("length", range(5, 40))
-def test_fit_is_exact_at_every_length(length: int) -> None:
+def test_fit_is_exact_at_every_length(length):
     words = fit(lambda s: 5 + len(" ".join(s).split()), iter(["one two three four."] * 20), length)
     assert 5 + len(" ".join(words).split()) == length
 
 
-def test_facts_have_distinct_keys_and_numbers() -> None:
+def test_facts_have_distinct_keys_and_numbers():
     facts = number_facts(Random(0), 200)
     assert len({fact.key.lower() for fact in facts}) == len({fact.value for fact in facts}) == 200
     assert all(fact.value.isdigit() for fact in facts)
@@ -67,7 +67,7 @@ def test_facts_have_distinct_keys_and_numbers() -> None:
     ("text", "counts"),
     [("4821", True), ("It is 4821.", True), ("14821", False), ("48210", False), ("", False)],
 )
-def test_a_word_counts_only_as_a_whole(text: str, counts: bool) -> None:
+def test_a_word_counts_only_as_a_whole(text, counts):
     assert has_word(text, "4821") is counts
 
 
@@ -81,11 +81,11 @@ def test_a_word_counts_only_as_a_whole(text: str, counts: bool) -> None:
         (81, 263, 0.2553, 0.3662),
     ],
 )
-def test_wilson_interval(right: int, samples: int, low: float, high: float) -> None:
+def test_wilson_interval(right, samples, low, high):
     assert wilson(right, samples) == pytest.approx((low, high), abs=6e-5)
 
 
-def test_intervals_of_scores_that_are_not_right_or_wrong() -> None:
+def test_intervals_of_scores_that_are_not_right_or_wrong():
     share, perplexity = UNITS["share"], UNITS["perplexity"]
     assert interval([1, 0, 1.0], share) == wilson(2, 3)
     scores = [0.5, 0.25, 1, 0, 0.75] * 20
@@ -99,7 +99,7 @@ def test_intervals_of_scores_that_are_not_right_or_wrong() -> None:
     assert bootstrap([2.0]) == (2.0, 2.0)
 
 
-def test_a_batch_answers_like_single_prompts(folder: Path, tokenizer: Any) -> None:
+def test_a_batch_answers_like_single_prompts(folder, tokenizer):
     size, end = len(tokenizer), tokenizer.eos_token_id
     model = tiny_model("llama", vocab_size=size, eos_token_id=end)
     samples = make_samples("niah_single", tokenizer, 96, 3, seed=0)
@@ -111,7 +111,7 @@ def test_a_batch_answers_like_single_prompts(folder: Path, tokenizer: Any) -> No
     assert replies(ids) == [replies(row[None])[0] for row in ids]
 
 
-def test_uncapped_answers_are_those_of_generate(tokenizer: Any) -> None:
+def test_uncapped_answers_are_those_of_generate(tokenizer):
     size, end = len(tokenizer), tokenizer.eos_token_id
     sample = make_samples("niah_single", tokenizer, 96, 1, seed=0)[0]
     ids = torch.tensor([prompt_ids(tokenizer, sample)])
@@ -124,7 +124,7 @@ def test_uncapped_answers_are_those_of_generate(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages[0].content | trim }} [/INST]"])
-def test_a_question_is_split_off_where_it_begins(template: str | None, tokenizer: Any) -> None:
+def test_a_question_is_split_off_where_it_begins(template, tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template or tokenizer.chat_template
     sample = make_samples("niah_single", tokenizer, 300, 1, seed=0)[0]
@@ -137,7 +137,7 @@ def test_a_question_is_split_off_where_it_begins(template: str | None, tokenizer
     assert prompt_parts(tokenizer, sample, "aware") == ([*context, *question],)
 
 
-def test_a_question_that_the_template_changes_is_refused(tokenizer: Any) -> None:
+def test_a_question_that_the_template_changes_is_refused(tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "{{ messages[0].content | upper }}"
     sample = make_samples("niah_single", tokenizer, 300, 1, seed=0)[0]
@@ -146,7 +146,7 @@ def test_a_question_that_the_template_changes_is_refused(tokenizer: Any) -> None
 
 
 @pytest.mark.parametrize("policy", ["keydiff", "snapkv"])
-def test_a_question_that_comes_after_meets_an_evicted_context(policy: str, tokenizer: Any) -> None:
+def test_a_question_that_comes_after_meets_an_evicted_context(policy, tokenizer):
     model = tiny_model("llama", vocab_size=len(tokenizer))
     ids = torch.arange(5, 5 + 90)[None]
     context, question = ids[:, :70], ids[:, 70:]  # 4 blocks of 16 and 6 tokens; then 16 and 4
@@ -169,9 +169,7 @@ def test_a_question_that_comes_after_meets_an_evicted_context(policy: str, token
     assert held.held == 40
 
 
-def test_uncapped_answers_do_not_depend_on_when_the_question_comes(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_uncapped_answers_do_not_depend_on_when_the_question_comes(folder, tmp_path):
     sizes = {"lengths": (128, 200), "samples": 3, "questions": ("aware", "after")}
     sweep = small_sweep(folder, policies=("full",), **sizes)
     texts: dict[Any, list[str]] = {}
@@ -195,13 +193,13 @@ def test_uncapped_answers_do_not_depend_on_when_the_question_comes(
     assert "200 tokens, context-only, " in table
 
 
-def test_prompts_are_read_at_once_where_their_parts_are_of_equal_lengths() -> None:
+def test_prompts_are_read_at_once_where_their_parts_are_of_equal_lengths():
     prompts = [([1] * n, [2] * q) for n, q in ((5, 3), (6, 3), (5, 3), (5, 4), (5, 3))]
     assert list(batches(prompts, 2)) == [[0, 2], [4], [1], [3]]
 
 
 @pytest.mark.parametrize(("policy", "block"), [("full", 16), ("keydiff", 1), ("snapkv", 16)])
-def test_the_loss_of_a_text_is_that_of_its_tokens(policy: str, block: int) -> None:
+def test_the_loss_of_a_text_is_that_of_its_tokens(policy, block):
     model = tiny_model("llama")
     ids = torch.stack([torch.arange(3, 60), torch.arange(60, 3, -1)])
     size = 64 if policy == "full" else 24
@@ -218,7 +216,7 @@ def test_the_loss_of_a_text_is_that_of_its_tokens(policy: str, block: int) -> No
 
 @pytest.mark.parametrize("length", [37, 48])
 @pytest.mark.parametrize("policy", ["keydiff", "snapkv"])
-def test_texts_read_at_once_have_the_losses_of_each_alone(policy: str, length: int) -> None:
+def test_texts_read_at_once_have_the_losses_of_each_alone(policy, length):
     model = tiny_model("llama")
     ids = torch.randint(3, 60, (3, length), generator=torch.Generator().manual_seed(0))
     caches = [BudgetCache(model.config, 24, 16, policy) for _ in range(4)]
@@ -228,7 +226,7 @@ def test_texts_read_at_once_have_the_losses_of_each_alone(policy: str, length: i
 
 
 @pytest.mark.parametrize("policy", ["streaming_llm", "h2o", "full"])
-def test_text_that_is_only_read_leaves_the_losses_behind_it(policy: str) -> None:
+def test_text_that_is_only_read_leaves_the_losses_behind_it(policy):
     model = tiny_model("llama")
     ids = torch.randint(
         model.config.vocab_size, (2, 90), generator=torch.Generator().manual_seed(3)
@@ -241,9 +239,7 @@ def test_text_that_is_only_read_leaves_the_losses_behind_it(policy: str) -> None
     torch.testing.assert_close(part, whole[:, 48:])
 
 
-def test_losses_never_hold_a_block_of_several_texts_in_float32(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_losses_never_hold_a_block_of_several_texts_in_float32(monkeypatch):
     seen: list[tuple[tuple[int, ...], int]] = []
 
     def noted(logits: torch.Tensor, ids: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -267,7 +263,7 @@ def read_singly(model: Any, policy: str, size: int, block: int, ids: torch.Tenso
     return torch.stack([logits(stop) for stop in range(1, ids.shape[1])], dim=1)
 
 
-def test_a_reply_ends_where_the_model_ends_it(tokenizer: Any) -> None:
+def test_a_reply_ends_where_the_model_ends_it(tokenizer):
     model = tiny_model("llama", vocab_size=len(tokenizer))
     ids = torch.tensor([[5, 6, 7, 8]])
     tokens = answer(model, BudgetCache(model.config, 16, 8), [ids], 6, [])[0]
@@ -276,7 +272,7 @@ def test_a_reply_ends_where_the_model_ends_it(tokenizer: Any) -> None:
     assert stopped == tokens[: tokens.index(tokens[2])]
 
 
-def test_a_sweep_writes_every_cell_and_a_table(sweep: Sweep, tmp_path: Path) -> None:
+def test_a_sweep_writes_every_cell_and_a_table(sweep, tmp_path):
     cells = run(sweep, tmp_path)
     assert [(c.setting.policy, c.setting.positions, c.setting.budget) for c in cells] == [
         ("keydiff", "compact", 24),
@@ -312,12 +308,8 @@ def test_a_sweep_writes_every_cell_and_a_table(sweep: Sweep, tmp_path: Path) -> 
 
 
 def test_a_base_model_is_asked_in_plain_text_and_the_command_says_so(
-    folder: Path,
-    tokenizer: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    folder, tokenizer, tmp_path, capsys, monkeypatch
+):
     base = tmp_path / "base"
     shutil.copytree(folder, base)
     plain = copy.deepcopy(tokenizer)
@@ -354,16 +346,14 @@ def test_a_base_model_is_asked_in_plain_text_and_the_command_says_so(
 
 
 @pytest.mark.parametrize("below", [[], ["folder"]])
-def test_results_cannot_go_below_a_file(
-    below: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_cannot_go_below_a_file(below, tmp_path, capsys):
     file = tmp_path / "file"
     file.touch()
     assert cli.run(["eval", "pocket", "--out", str(file.joinpath(*below))]) == 2
     assert f"{str(file)!r} is a file, not a folder" in capsys.readouterr().err.replace("\n", "")
 
 
-def test_a_cell_says_what_eviction_costs(sweep: Sweep, tmp_path: Path) -> None:
+def test_a_cell_says_what_eviction_costs(sweep, tmp_path):
     policies = ("keydiff", "h2o", "snapkv", "full")
     changes = {"policies": policies, "budgets": (40,), "positions": ("true",), "samples": 1}
     cells = {cell.setting.policy: cell for cell in run(replace(sweep, **changes), tmp_path)}
@@ -380,9 +370,7 @@ def test_a_cell_says_what_eviction_costs(sweep: Sweep, tmp_path: Path) -> None:
     assert f"| {extra['h2o']} B " in results(cells.values())
 
 
-def test_eviction_is_timed_where_nobody_else_computes_on_the_gpu(
-    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eviction_is_timed_where_nobody_else_computes_on_the_gpu(sweep, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr(Crew, "start", lambda _, job, device: Here(job))
     changes = {"policies": ("keydiff",), "budgets": (40,), "positions": ("true",), "samples": 1}
@@ -395,7 +383,7 @@ def test_eviction_is_timed_where_nobody_else_computes_on_the_gpu(
     assert times[1] is None
 
 
-def test_threads_make_the_samples_that_one_makes(tokenizer: Any) -> None:
+def test_threads_make_the_samples_that_one_makes(tokenizer):
     made = [make_samples("niah_single", tokenizer, 120, 7, 3, threads=n) for n in (1, 4)]
     assert made[0] == made[1]
     assert len(made[0]) == 7
@@ -403,7 +391,7 @@ def test_threads_make_the_samples_that_one_makes(tokenizer: Any) -> None:
     assert make_samples("niah_single", tokenizer, 120, 7, 4) != made[0]
 
 
-def test_every_measured_block_evicts() -> None:
+def test_every_measured_block_evicts():
     model = tiny_model("llama")
     cache = BudgetCache(model.config, 40, 16, "keydiff")
     times = eviction_ms(model, cache, torch.arange(3, 80)[None], blocks=3)
@@ -412,7 +400,7 @@ def test_every_measured_block_evicts() -> None:
     assert cache.seen == 16 * (3 + 4 + 3)  # to fill the cache, to warm up, measured
 
 
-def test_all_is_every_policy_and_ruler_every_family_of_rulers_once() -> None:
+def test_all_is_every_policy_and_ruler_every_family_of_rulers_once():
     named = runner.spelled_out(("snapkv", "all", "keydiff"))
     assert sorted(named) == sorted(policies())
     assert named[0] == "snapkv"
@@ -426,9 +414,7 @@ def test_all_is_every_policy_and_ruler_every_family_of_rulers_once() -> None:
     ("more", "expected"),
     [({}, "compact"), ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "true")],
 )
-def test_positions_are_those_of_a_chat_unless_others_are_asked_for(
-    more: dict[str, Any], expected: str, sweep: Sweep
-) -> None:
+def test_positions_are_those_of_a_chat_unless_others_are_asked_for(more, expected, sweep):
     config = tiny_config("llama", **more)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that answers will suffer at true positions
@@ -439,7 +425,7 @@ def test_positions_are_those_of_a_chat_unless_others_are_asked_for(
     assert {s.positions for s in settings if s.policy == "keydiff"} == {chat}
 
 
-def test_sinks_are_pinned_in_every_task(sweep: Sweep) -> None:
+def test_sinks_are_pinned_in_every_task(sweep):
     config = tiny_config("llama")
     every = replace(sweep, tasks=tuple(tasks()), options={"sink_tokens": 5})
     settings = every.settings("float32")
@@ -449,7 +435,7 @@ def test_sinks_are_pinned_in_every_task(sweep: Sweep) -> None:
         assert eviction.sink_tokens == (5 if eviction.policy.evicts else 0)
 
 
-def test_sinks_change_what_a_text_loses(folder: Path, tmp_path: Path) -> None:
+def test_sinks_change_what_a_text_loses(folder, tmp_path):
     def scores(name: str, *sinks: str) -> list[float]:
         command = [
             *argv(
@@ -469,7 +455,7 @@ def test_sinks_change_what_a_text_loses(folder: Path, tmp_path: Path) -> None:
     assert papers[1] == pinned[1]  # nothing is evicted
 
 
-def test_options_go_to_the_policies_that_have_them(sweep: Sweep, tmp_path: Path) -> None:
+def test_options_go_to_the_policies_that_have_them(sweep, tmp_path):
     changes = {"policies": ("keydiff", "snapkv", "full"), "budgets": (24,), "samples": 1}
     changed = replace(sweep, **changes, options={"window": 4, "sink_tokens": 2})
     cells = run(changed, tmp_path)
@@ -488,13 +474,13 @@ def test_options_go_to_the_policies_that_have_them(sweep: Sweep, tmp_path: Path)
 
 
 @pytest.mark.parametrize("options", [{"a": 1.5, "table": "x.json"}, {"b": [1, [2]], "a": True}])
-def test_options_survive_json(options: dict[str, Any]) -> None:
+def test_options_survive_json(options):
     given = as_options(options)
     hash(given)
     assert as_options(dict(json.loads(json.dumps(given)))) == given
 
 
-def test_cells_without_the_newer_fields_are_read(sweep: Sweep, tmp_path: Path) -> None:
+def test_cells_without_the_newer_fields_are_read(sweep, tmp_path):
     run(sweep, tmp_path)
     path = tmp_path / "cells.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -510,8 +496,8 @@ def test_cells_without_the_newer_fields_are_read(sweep: Sweep, tmp_path: Path) -
 
 
 def test_an_interrupted_sweep_goes_on_where_it_stopped_unless_by_another_version(
-    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    sweep, tmp_path, monkeypatch
+):
     def stop(done: int, *_: Any) -> None:
         if done == 2:
             raise KeyboardInterrupt
@@ -555,18 +541,14 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped_unless_by_another_version
         ({"model": "no-such-folder"}, ModelNotFound, "no-such-folder"),
     ],
 )
-def test_bad_input_is_refused_before_anything_runs(
-    sweep: Sweep, tmp_path: Path, change: Any, error: type[Exception], match: str
-) -> None:
+def test_bad_input_is_refused_before_anything_runs(sweep, tmp_path, change, error, match):
     changed = Sweep(**{**vars(sweep), **change})
     with pytest.raises(error, match=match):
         run(changed, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_compact_positions_are_refused_where_they_are_not_exact(
-    sweep: Sweep, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_compact_positions_are_refused_where_they_are_not_exact(sweep, tokenizer, tmp_path):
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     config = tiny_config("llama", vocab_size=len(tokenizer), rope_scaling=scaling)
     config.save_pretrained(tmp_path / "model")
@@ -574,7 +556,7 @@ def test_compact_positions_are_refused_where_they_are_not_exact(
         run(Sweep(**{**vars(sweep), "model": str(tmp_path / "model")}), tmp_path / "out")
 
 
-def test_a_broken_line_is_named(sweep: Sweep, tmp_path: Path) -> None:
+def test_a_broken_line_is_named(sweep, tmp_path):
     (tmp_path / "cells.jsonl").write_text('{"task": "niah_single"}\n')
     with pytest.raises(ValueError, match=r"cells\.jsonl, line 1"):
         run(sweep, tmp_path)

@@ -77,9 +77,7 @@ def tokenizer_of(kind: str) -> Any:
 @pytest.mark.parametrize("name", ASKING)
 @settings(max_examples=2, deadline=None)
 @given(seed=st.integers(0, 10**6), length=st.integers(1000, 1300), depth=st.floats(0, 1))
-def test_samples_are_exact_and_repeat(
-    name: str, kind: str, seed: int, length: int, depth: float
-) -> None:
+def test_samples_are_exact_and_repeat(name, kind, seed, length, depth):
     tokenizer, task = tokenizer_of(kind), load_task(name)
     sample = task.make(Random(seed), tokenizer, length, depth)
     assert task.make(Random(seed), tokenizer, length, depth) == sample
@@ -104,7 +102,7 @@ def test_samples_are_exact_and_repeat(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ASKING)
-def test_base_models_go_on_from_plain_text(name: str, kind: str) -> None:
+def test_base_models_go_on_from_plain_text(name, kind):
     tokenizer = copy(tokenizer_of(kind))
     tokenizer.chat_template = None
     task = load_task(name)
@@ -160,13 +158,13 @@ TIMES: dict[str, Callable[[Sample, str], int]] = {
 }
 
 
-def test_long_lists_of_words_have_the_papers_frequencies() -> None:
+def test_long_lists_of_words_have_the_papers_frequencies():
     (sample,) = make_samples("cwe", tokenizer_of("bytes"), 4096, 1, seed=0)
     entries = Counter(sample.context.rpartition("\n")[2].split(" ")[1::2])
     assert sorted(set(entries.values())) == [3, 30]
 
 
-def test_a_chain_of_variables_can_be_followed() -> None:
+def test_a_chain_of_variables_can_be_followed():
     (sample,) = make_samples("vt", tokenizer_of("bytes"), 600, 1, seed=0)
     values: dict[str, str] = {}
     for line in sample.context.splitlines():
@@ -189,9 +187,7 @@ def test_a_chain_of_variables_can_be_followed() -> None:
         ("niah_multikey_3", 0, 1, False),
     ],
 )
-def test_haystacks_hold_what_their_family_says(
-    name: str, needles: int, queries: int, prose: bool
-) -> None:
+def test_haystacks_hold_what_their_family_says(name, needles, queries, prose):
     (sample,) = make_samples(name, tokenizer_of("bytes"), 1200, 1, seed=1)
     count = sample.context.count("One of the special magic ")
     assert count == needles if needles else count > 5
@@ -200,19 +196,19 @@ def test_haystacks_hold_what_their_family_says(
     assert ("\n" not in sample.context.partition("afterwards.\n")[2]) is prose
 
 
-def test_several_answers_are_spread_over_the_text() -> None:
+def test_several_answers_are_spread_over_the_text():
     (sample,) = make_samples("niah_multivalue", tokenizer_of("bytes"), 2000, 1, seed=0)
     depths = sorted(sample.context.index(x) / len(sample.context) for x in sample.answers)
     assert all(0.15 < b - a < 0.35 for a, b in pairwise(depths))
 
 
 @pytest.mark.parametrize("name", tasks())
-def test_a_length_that_is_too_short_is_refused(name: str) -> None:
+def test_a_length_that_is_too_short_is_refused(name):
     with pytest.raises(ValueError, match=rf"^{name}: a length of 1 .*; \d+ are needed"):
         make_samples(name, tokenizer_of("bytes"), 1, 1, seed=0)
 
 
-def test_all_samples_stand_at_a_depth_that_is_given() -> None:
+def test_all_samples_stand_at_a_depth_that_is_given():
     samples = make_samples("phone_book", tokenizer_of("bytes"), 700, 3, 0, depth=0.5)
     depths = [s.context.index(s.answers[0]) / len(s.context) for s in samples]
     assert all(abs(depth - 0.5) < 0.1 for depth in depths)
@@ -229,14 +225,14 @@ def test_all_samples_stand_at_a_depth_that_is_given() -> None:
         (("12", "34"), "", 0.0, 0.0),
     ],
 )
-def test_scores_are_rulers(answers: tuple[str, ...], reply: str, every: float, part: float) -> None:
+def test_scores_are_rulers(answers, reply, every, part):
     sample = Sample("", "?", answers)
     assert string_match_all(sample, reply) == every
     assert contains(reply, sample.answers) == part
 
 
 @pytest.mark.parametrize("length", range(8, 60))
-def test_whole_items_are_never_cut(length: int) -> None:
+def test_whole_items_are_never_cut(length):
     items, prose = fit_whole(
         lambda some, prose: 5 + len(" ".join([*some, *prose]).split()),
         iter(["Anna Berg: 12 34"] * 20),
@@ -247,7 +243,7 @@ def test_whole_items_are_never_cut(length: int) -> None:
     assert 5 + 4 * len(items) + len(" ".join(prose).split()) == length
 
 
-def test_the_documentation_names_every_task() -> None:
+def test_the_documentation_names_every_task():
     page = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text()
     assert not [name for name in tasks() if f"`{name}`" not in page]
 
@@ -266,7 +262,7 @@ class Dropping(Policy):
         return obs.positions.float().masked_fill(inside, -1.0)
 
 
-def test_a_policy_that_drops_the_needle_scores_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_that_drops_the_needle_scores_0(monkeypatch):
     runtime = Runtime.from_pretrained("pocket", budget_tokens=256, device="cpu")
     tokenizer = runtime.tokenizer
     monkeypatch.setattr(measuring, "_scoring_ms", lambda *_: None)
@@ -328,7 +324,7 @@ def sweep(folder: Path) -> Sweep:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_have_the_length_asked_for_and_begin_as_the_model_expects(kind: str) -> None:
+def test_texts_have_the_length_asked_for_and_begin_as_the_model_expects(kind):
     tokenizer = tokenizer_of(kind)
     samples = make_samples("perplexity", tokenizer, 200, 3, seed=0)
     assert all(len(prompt_ids(tokenizer, sample)) == 200 for sample in samples)
@@ -341,7 +337,7 @@ def test_texts_have_the_length_asked_for_and_begin_as_the_model_expects(kind: st
     assert opens == [kind == "pieces"] * 3
 
 
-def test_perplexity_of_the_full_cache_is_the_models(sweep: Sweep, tmp_path: Path) -> None:
+def test_perplexity_of_the_full_cache_is_the_models(sweep, tmp_path):
     capped, full = run(sweep, tmp_path)
     assert (capped.setting.question, capped.unit) == (None, "perplexity")
     tokenizer = tokenizer_of("pieces")
@@ -358,7 +354,7 @@ def test_perplexity_of_the_full_cache_is_the_models(sweep: Sweep, tmp_path: Path
     assert "Perplexity, lower is better; 3 samples" in text
 
 
-def test_a_users_text_is_read_in_pieces(sweep: Sweep, folder: Path, tmp_path: Path) -> None:
+def test_a_users_text_is_read_in_pieces(sweep, folder, tmp_path):
     path, tokenizer = tmp_path / "text.txt", tokenizer_of("pieces")
     path.write_text(" ".join(islice(filler(Random(5)), 40)))
     ids = tokenizer(path.read_text(), add_special_tokens=False)["input_ids"]
@@ -383,9 +379,7 @@ def test_a_users_text_is_read_in_pieces(sweep: Sweep, folder: Path, tmp_path: Pa
         (b"Fine.", ".", "no text can be read"),
     ],
 )
-def test_files_that_are_no_text_are_refused(
-    content: bytes, name: str, says: str, sweep: Sweep, tmp_path: Path
-) -> None:
+def test_files_that_are_no_text_are_refused(content, name, says, sweep, tmp_path):
     (tmp_path / "text.txt").write_bytes(content)
     changed = replace(sweep, tasks=(f"perplexity:{tmp_path / name}",))
     with pytest.raises(ValueError, match=says):
@@ -393,7 +387,7 @@ def test_files_that_are_no_text_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_pieces_of_a_file_are_those_of_its_copy_in_another_folder(tmp_path: Path) -> None:
+def test_pieces_of_a_file_are_those_of_its_copy_in_another_folder(tmp_path):
     """Pieces depended on the whole path, so that two machines read other ones of the same text."""
     tokenizer, drawn = tokenizer_of("pieces"), []
     for folder in ("one", "two"):
@@ -404,14 +398,12 @@ def test_pieces_of_a_file_are_those_of_its_copy_in_another_folder(tmp_path: Path
     assert drawn[0] == drawn[1]
 
 
-def test_depths_are_refused_where_nothing_is_placed(sweep: Sweep, tmp_path: Path) -> None:
+def test_depths_are_refused_where_nothing_is_placed(sweep, tmp_path):
     with pytest.raises(ValueError, match="task 'perplexity' hides nothing at one place"):
         run(replace(sweep, depths=(0.5,)), tmp_path)
 
 
-def test_the_command_asks_both_ways_at_every_depth(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_asks_both_ways_at_every_depth(folder, tmp_path, capsys):
     command = ["eval", str(folder), "--tasks", "niah_single", "--policies", "keydiff"]
     command += ["--budgets", "24", "--lengths", "150", "--samples", "1", "--block-size", "16"]
     command += ["--positions", "true", "--out", str(tmp_path), "--device", "cpu"]

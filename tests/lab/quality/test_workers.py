@@ -46,7 +46,7 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_every_item_is_done_once_and_errors_are_results(chores: Chores, workers: int) -> None:
+def test_every_item_is_done_once_and_errors_are_results(chores, workers):
     engine = Processes(chores, workers) if workers else Here(chores)
     results, notes = done(engine, ["bad", *WORDS, "odd"])
     assert {word: results[word] for word in WORDS} == {word: word.upper() for word in WORDS}
@@ -59,7 +59,7 @@ def test_every_item_is_done_once_and_errors_are_results(chores: Chores, workers:
     assert all(is_gone(pid) for pid in chores.processes() if pid != os.getpid())
 
 
-def test_a_worker_that_dies_has_its_item_done_by_another(chores: Chores, tmp_path: Path) -> None:
+def test_a_worker_that_dies_has_its_item_done_by_another(chores, tmp_path):
     (tmp_path / "die-at-b").touch()
     results, notes = done(Processes(chores, 2), WORDS)
     assert results == {word: word.upper() for word in WORDS}
@@ -68,9 +68,7 @@ def test_a_worker_that_dies_has_its_item_done_by_another(chores: Chores, tmp_pat
     assert "ended at b, which is given to another" in notes[0]
 
 
-def test_an_item_that_kills_two_workers_fails_and_the_others_go_on(
-    chores: Chores, tmp_path: Path
-) -> None:
+def test_an_item_that_kills_two_workers_fails_and_the_others_go_on(chores, tmp_path):
     (tmp_path / "always-at-c").touch()
     results, _ = done(Processes(chores, 1), WORDS)
     assert isinstance(results.pop("c").error, WorkersLost)
@@ -78,15 +76,13 @@ def test_an_item_that_kills_two_workers_fails_and_the_others_go_on(
     assert chores.begun() == ["a", "b", "c", "c", "d", "e"]
 
 
-def test_a_worker_that_dies_while_it_loads_is_replaced(chores: Chores, tmp_path: Path) -> None:
+def test_a_worker_that_dies_while_it_loads_is_replaced(chores, tmp_path):
     (tmp_path / "die-at-load-0").touch()
     results, notes = done(Processes(chores, 1), ["a"])
     assert (results, notes) == ({"a": "A"}, ["worker 0 ended before it was ready"])
 
 
-def test_workers_that_all_die_while_they_load_end_the_work(
-    chores: Chores, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_that_all_die_while_they_load_end_the_work(chores, monkeypatch):
     monkeypatch.setattr(Processes, "start", lambda self, number: _Dead(number))
     with pytest.raises(WorkersLost, match="fewer --workers"):
         done(Processes(chores, 2), WORDS)
@@ -103,21 +99,19 @@ class _Dead:
         pass
 
 
-def test_what_loading_raises_ends_the_work(tmp_path: Path) -> None:
+def test_what_loading_raises_ends_the_work(tmp_path):
     with pytest.raises(FileNotFoundError):
         done(Processes(Chores(tmp_path / "missing"), 1), WORDS)
 
 
-def test_ending_early_ends_the_workers(chores: Chores) -> None:
+def test_ending_early_ends_the_workers(chores):
     with closing(spread(Processes(chores, 2), ["wait", *WORDS], str, print)) as results:
         assert next(results)[0] == "a"
     eventually(lambda: all(map(is_gone, chores.processes())))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_workers_end_with_the_process_that_started_them(
-    chores: Chores, tmp_path: Path, how: signal.Signals
-) -> None:
+def test_workers_end_with_the_process_that_started_them(chores, tmp_path, how):
     code = (
         "import sys; from pathlib import Path; from worker_jobs import Chores; "
         "from kvcap.lab.quality.workers import spread; "
@@ -145,7 +139,7 @@ def test_workers_end_with_the_process_that_started_them(
     assert err.count("Traceback") == (how is signal.SIGINT), err  # the program's own
 
 
-def test_a_cluster_is_shared_by_gpus_or_by_threads() -> None:
+def test_a_cluster_is_shared_by_gpus_or_by_threads():
     nodes = [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 1.0}, {"memory": 1.0}]
     assert Share.of(nodes, None, None) == Share(3, 0, 1)
     assert Share.of(nodes, 2, None) == Share(2, 0, 1)
@@ -160,23 +154,23 @@ def test_a_cluster_is_shared_by_gpus_or_by_threads() -> None:
 @pytest.mark.parametrize(
     ("crew", "error", "match"),
     [
-        (Crew("slurm"), ValueError, "give local or ray"),  # type: ignore[arg-type]
+        (Crew("slurm"), ValueError, "give local or ray"),
         (Crew(workers=0), ValueError, "--workers 0"),
         (Crew(ray_address="x:1"), ValueError, "needs --engine ray"),
     ],
 )
-def test_crews_that_cannot_be_are_refused(crew: Crew, error: type[Exception], match: str) -> None:
+def test_crews_that_cannot_be_are_refused(crew, error, match):
     with pytest.raises(error, match=match):
         crew.check()
 
 
-def test_ray_is_refused_by_name_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_is_refused_by_name_where_it_is_missing(monkeypatch):
     monkeypatch.setattr("kvcap.lab.quality.workers.ray_cluster.find_spec", lambda _: None)
     with pytest.raises(ExtraMissing, match=r"pip install '\.\[ray\]'"):
         Crew("ray").check()
 
 
-def test_more_processes_than_memory_holds_are_refused() -> None:
+def test_more_processes_than_memory_holds_are_refused():
     crew = Crew(workers=3, threads=7)
     crew.check_memory("cpu", 1 << 20)
     with pytest.raises(PlanInfeasible, match=r"--workers 3: each takes 1\.0 PiB|1,024\.0 TiB"):
@@ -200,14 +194,7 @@ def test_more_processes_than_memory_holds_are_refused() -> None:
         (8, "cuda:3", None, 1, True),
     ],
 )
-def test_several_workers_may_share_a_gpu(
-    gpus: int,
-    device: str | None,
-    workers: int | None,
-    count: int,
-    alone: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_several_workers_may_share_a_gpu(gpus, device, workers, count, alone, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     crew = Crew(workers=workers)
     assert crew.local_workers(device) == count

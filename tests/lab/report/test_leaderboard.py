@@ -55,7 +55,7 @@ def rows(page: str, heading: str) -> list[list[str]]:
     ]
 
 
-def test_a_page_ranks_policies_below_the_uncapped_model(folder: Path, tmp_path: Path) -> None:
+def test_a_page_ranks_policies_below_the_uncapped_model(folder, tmp_path):
     target = tmp_path / "board.md"
     assert cli.run(["report", str(folder), "--leaderboard", "-o", str(target)]) == 0
     page = target.read_text()
@@ -74,7 +74,7 @@ def test_a_page_ranks_policies_below_the_uncapped_model(folder: Path, tmp_path: 
     assert "kvcap report out/leaderboard --leaderboard -o board.md    # in a checkout\n" in page
 
 
-def test_sections_of_several_folders_and_tasks(folder: Path, tmp_path: Path) -> None:
+def test_sections_of_several_folders_and_tasks(folder, tmp_path):
     read = {
         "task": "perplexity:/somewhere/book.txt",
         "data": "0123456789ab",
@@ -105,7 +105,7 @@ def test_sections_of_several_folders_and_tasks(folder: Path, tmp_path: Path) -> 
     ]
 
 
-def test_what_an_author_wrote_is_kept(folder: Path, tmp_path: Path) -> None:
+def test_what_an_author_wrote_is_kept(folder, tmp_path):
     target = tmp_path / "board.md"
     write([folder], target)
     first = target.read_text()
@@ -120,16 +120,14 @@ def test_what_an_author_wrote_is_kept(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ["", f"{OPEN}", f"{CLOSE} {OPEN}", f"{OPEN}{OPEN}{CLOSE}"])
-def test_a_page_without_the_marks_is_not_overwritten(
-    page: str, folder: Path, tmp_path: Path, kvcap: Any
-) -> None:
+def test_a_page_without_the_marks_is_not_overwritten(page, folder, tmp_path, kvcap):
     target = tmp_path / "board.md"
     target.write_text(page)
     assert OPEN in kvcap.refused("report", str(folder), "--leaderboard", "-o", str(target))
     assert target.read_text() == page
 
 
-def test_pictures_lie_beside_the_page(folder: Path, tmp_path: Path) -> None:
+def test_pictures_lie_beside_the_page(folder, tmp_path):
     target = tmp_path / "docs" / "board.md"
     target.parent.mkdir()
     sweep(folder, [cell("keydiff", 8, question="after"), cell("full", None, model="other")])
@@ -146,7 +144,7 @@ def test_pictures_lie_beside_the_page(folder: Path, tmp_path: Path) -> None:
         assert (target.parent / link).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_has_few_lines_that_can_be_told_apart() -> None:
+def test_a_picture_has_few_lines_that_can_be_told_apart():
     names = [f"p{i}" for i in range(12)]
     right = {name: 10 - i // 2 for i, name in enumerate([*names, "keydiff"])}
     cells = [
@@ -168,14 +166,14 @@ def test_a_picture_has_few_lines_that_can_be_told_apart() -> None:
 
 
 @pytest.mark.parametrize(("right", "scale"), [(4, "linear"), (10, "log")])
-def test_perplexities_far_apart_have_a_logarithmic_axis(right: int, scale: str) -> None:
+def test_perplexities_far_apart_have_a_logarithmic_axis(right, scale):
     cells = [cell(p, 8, right=n, unit="perplexity") for p, n in (("a", 1), ("b", right))]
     cells = [replace(c, score=c.score**3) for c in cells]
     (axis,) = figure(tables(cells), "m").axes
     assert (axis.get_yscale(), axis.get_xscale()) == (scale, "log")
 
 
-def test_lines_that_every_reader_asks_for_are_drawn_beside_the_best() -> None:
+def test_lines_that_every_reader_asks_for_are_drawn_beside_the_best():
     ranked = [*"abcdefgh", "streaming_llm", "i", "keydiff"]
     assert drawn_rows([RankedPolicy(name, (), None, True) for name in ranked]) == [
         *"abcde",
@@ -212,7 +210,7 @@ def settings_of(lines: list[str]) -> set[Setting]:
     return settings
 
 
-def test_the_commands_of_a_page_measure_its_cells_and_no_others() -> None:
+def test_the_commands_of_a_page_measure_its_cells_and_no_others():
     cells = [
         *(
             cell(p, b, length=n, positions=m)
@@ -240,9 +238,7 @@ def test_the_commands_of_a_page_measure_its_cells_and_no_others() -> None:
 # Compare
 
 
-def test_two_policies_are_compared_in_text_and_json(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_policies_are_compared_in_text_and_json(folder, capsys):
     words = ["report", str(folder), "--compare", "keydiff,streaming_llm"]
     assert cli.run(words) == 0
     output = capsys.readouterr().out
@@ -271,9 +267,7 @@ def test_two_policies_are_compared_in_text_and_json(
 # What is refused
 
 
-def test_reports_that_cannot_be_made(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reports_that_cannot_be_made(folder, tmp_path, capsys):
     empty = tmp_path / "empty"
     empty.mkdir()
     other = sweep(tmp_path / "seed", [cell("snapkv", 8, seed=1), cell("h2o", 32)])

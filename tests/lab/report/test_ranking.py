@@ -23,7 +23,7 @@ RIGHT, WRONG = (1.0,) * 20, (0.0,) * 20
 HALF = (1.0, 0.0) * 10
 
 
-def test_the_mean_of_cells_is_taken_sample_by_sample() -> None:
+def test_the_mean_of_cells_is_taken_sample_by_sample():
     mean = mean_of([cell("a", 8, RIGHT), cell("a", 16, HALF)])
     assert mean.scores == (1.0, 0.5) * 10
     assert mean.score == 0.75
@@ -35,7 +35,7 @@ def test_the_mean_of_cells_is_taken_sample_by_sample() -> None:
     assert old.scores is None
 
 
-def test_rows_are_sorted_by_their_mean_and_those_with_gaps_come_last() -> None:
+def test_rows_are_sorted_by_their_mean_and_those_with_gaps_come_last():
     rows = ranked({
         "b": [cell("b", 8, HALF), cell("b", 16, HALF)],
         "a": [cell("a", 8, HALF), cell("a", 16, RIGHT)],
@@ -51,7 +51,7 @@ def test_rows_are_sorted_by_their_mean_and_those_with_gaps_come_last() -> None:
     assert [row.name for row in ranked(losses)] == ["better", "worse"]
 
 
-def test_what_the_best_cannot_be_told_from() -> None:
+def test_what_the_best_cannot_be_told_from():
     near = (0.0, 0.0, 0.0, 0.0, 0.0, *RIGHT[5:])
     column = [cell("a", 8, near), None, cell("b", 8, RIGHT), cell("c", 8, near[::-1])]
     assert tied_with_best(column) == {0, 2, 3}  # p = 0.0625 of five that differ
@@ -59,7 +59,7 @@ def test_what_the_best_cannot_be_told_from() -> None:
     assert tied_with_best([None]) == set()
 
 
-def test_perplexities_differ_by_the_interval_of_their_ratio() -> None:
+def test_perplexities_differ_by_the_interval_of_their_ratio():
     noise = tuple(3 + math.sin(i) for i in range(40))
     best = cell("a", 8, noise, unit="perplexity")
     worse = cell("b", 8, tuple(x + 0.02 + 0.01 * math.cos(7 * x) for x in noise), unit="perplexity")
@@ -70,7 +70,7 @@ def test_perplexities_differ_by_the_interval_of_their_ratio() -> None:
     assert tied_with_best([worse, best, alike]) == {1, 2}
 
 
-def test_cells_without_scores_of_samples_are_told_apart_by_their_intervals() -> None:
+def test_cells_without_scores_of_samples_are_told_apart_by_their_intervals():
     right, half, wrong = (
         replace(cell("a", 8, scores), scores=None) for scores in (RIGHT, HALF, WRONG)
     )
@@ -79,7 +79,7 @@ def test_cells_without_scores_of_samples_are_told_apart_by_their_intervals() -> 
     assert tied_with_best([half, right, wrong]) == {1}
 
 
-def test_tables_have_budgets_across_and_an_overview_of_their_means() -> None:
+def test_tables_have_budgets_across_and_an_overview_of_their_means():
     cells = [
         cell(p, b, s, length=n, positions=mode)
         for p, s in (("a", HALF), ("b", RIGHT))
@@ -106,7 +106,7 @@ def test_tables_have_budgets_across_and_an_overview_of_their_means() -> None:
     assert (alone.positions, alone.budgets, alone.rows) == ("true", (), ())
 
 
-def test_cells_of_other_samples_are_refused() -> None:
+def test_cells_of_other_samples_are_refused():
     one = cell("a", 8, RIGHT)
     check_same_samples([one, cell("b", 8, RIGHT), cell("b", 8, HALF, depth=0.5, seed=3)])
     for changed in ({"seed": 1}, {"samples": 10}):
@@ -114,7 +114,7 @@ def test_cells_of_other_samples_are_refused() -> None:
             check_same_samples([one, cell("b", 16, RIGHT, **changed)])
 
 
-def test_ranks_are_shared_by_equal_scores_and_averaged_over_tasks() -> None:
+def test_ranks_are_shared_by_equal_scores_and_averaged_over_tasks():
     lost = (("a", 2.0), ("b", 1.0), ("c", 3.0))
     cells = [cell(name, 8, (loss,) * 4, unit="perplexity", task="flow") for name, loss in lost]
     cells += [cell("a", 8, RIGHT), cell("b", 8, RIGHT, recall=3), cell("c", 8, WRONG)]

@@ -76,7 +76,7 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_page_has_tables_plots_analyses_and_tokens(folder: Path) -> None:
+def test_a_page_has_tables_plots_analyses_and_tokens(folder):
     html = page(folder)
     assert "0.50 (0.25" in html
     assert "0.25 (0.12" not in html  # the later of two cells of one setting
@@ -85,7 +85,7 @@ def test_a_page_has_tables_plots_analyses_and_tokens(folder: Path) -> None:
     assert html.count("How to read kept") == 2  # as a caption, and for those who see no pictures
 
 
-def test_what_a_folder_holds_stays_text(folder: Path) -> None:
+def test_what_a_folder_holds_stays_text(folder):
     html = page(folder)
     assert HOSTILE not in html
     assert "<img src=x" not in html
@@ -93,7 +93,7 @@ def test_what_a_folder_holds_stays_text(folder: Path) -> None:
     assert json.loads(data)["pieces"] == PIECES
 
 
-def test_the_policy_of_the_page_names_its_own_style_and_script_alone(folder: Path) -> None:
+def test_the_policy_of_the_page_names_its_own_style_and_script_alone(folder):
     html = page(folder)
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
     assert policy.startswith("default-src 'none'; img-src data:; style-src 'sha256-")
@@ -106,7 +106,7 @@ def test_the_policy_of_the_page_names_its_own_style_and_script_alone(folder: Pat
     assert not re.search(r"url\(|@import|\sstyle=|\son\w+=\"", html)
 
 
-def test_the_table_of_a_strip_is_counted_by_hand() -> None:
+def test_the_table_of_a_strip_is_counted_by_hand():
     rows = regions(strip()["figures"], recent=2)
     first, _, last = rows
     assert (first["policy"], first["budget"]) == ("keydiff", 4)
@@ -117,7 +117,7 @@ def test_the_table_of_a_strip_is_counted_by_hand() -> None:
     assert last["newest"] == 1
 
 
-def test_a_folder_without_a_strip_needs_no_script(folder: Path) -> None:
+def test_a_folder_without_a_strip_needs_no_script(folder):
     (folder / "kept.json").unlink()
     html = page(folder)
     assert "<script>" not in html
@@ -137,9 +137,7 @@ def test_a_folder_without_a_strip_needs_no_script(folder: Path) -> None:
         ("cells.jsonl", "{}\n", "is no cell"),
     ],
 )
-def test_broken_files_are_named(
-    name: str, content: str, says: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_files_are_named(name, content, says, folder, capsys):
     (folder / name).write_text(content)
     assert cli.run(["report", str(folder)]) == 2
     err = capsys.readouterr().err
@@ -148,7 +146,7 @@ def test_broken_files_are_named(
     assert not (folder / "report.html").exists()
 
 
-def test_folders_that_cannot_be_reported(folder: Path, tmp_path: Path, kvcap: Any) -> None:
+def test_folders_that_cannot_be_reported(folder, tmp_path, kvcap):
     empty = tmp_path / "empty"
     empty.mkdir()
     for words, says in (
@@ -182,7 +180,7 @@ def opened(browser: Any, folder: Path) -> Iterator[Any]:
     context.close()
 
 
-def test_the_page_asks_for_nothing_and_fits_a_phone(opened: Any) -> None:
+def test_the_page_asks_for_nothing_and_fits_a_phone(opened):
     urls = [url for url in opened.requested if not url.startswith("data:")]
     assert urls == [opened.url]
     assert opened.complaints == []
@@ -198,7 +196,7 @@ def shares(page: Any) -> list[int]:
     return [int(re.findall(r"\bs(\d)\b", name)[0]) for name in texts]
 
 
-def test_tokens_are_coloured_by_who_holds_them(opened: Any) -> None:
+def test_tokens_are_coloured_by_who_holds_them(opened):
     texts = opened.locator("#strip > span").all_inner_texts()
     assert texts[:2] == ["The", " door"]
     assert texts[6] == HOSTILE
@@ -213,7 +211,7 @@ def test_tokens_are_coloured_by_who_holds_them(opened: Any) -> None:
     assert "snapkv, 4 slots: 4 of 9" in opened.locator("#summary").inner_text()
 
 
-def test_tokens_are_read_with_the_keyboard(opened: Any) -> None:
+def test_tokens_are_read_with_the_keyboard(opened):
     strip = opened.get_by_role("listbox", name="Tokens of the prompt")
     strip.focus()
     for key, index, says in (
@@ -232,7 +230,7 @@ def test_tokens_are_read_with_the_keyboard(opened: Any) -> None:
     assert opened.locator("#layers li").all_inner_texts() == ["0: 2/2", "3: 2/2"]
 
 
-def test_the_page_is_dark_where_the_system_is(opened: Any) -> None:
+def test_the_page_is_dark_where_the_system_is(opened):
     paper = "getComputedStyle(document.body).backgroundColor"
     opened.emulate_media(color_scheme="light")
     light = opened.evaluate(paper)
