@@ -21,14 +21,14 @@ LENGTHS = [8, 8, 8, 5, 8, 1, 1, 1, 3, 8, 1]  # beyond the budget, odd blocks, st
 
 def decoder(
     family: str = "llama",
-    policy: str = "keydiff",
+    policy: Any = "keydiff",
     positions: Any = "compact",
     budget: int = BUDGET,
     **changes: Any,
 ) -> DecoderGraph:
     """Return the graph of a small random model."""
     model = model_of(family, **changes)
-    eviction = small_policy(policy, model.config)
+    eviction = small_policy(policy, model.config) if isinstance(policy, str) else policy
     settings = CacheSettings(budget, BLOCK, eviction, positions)
     return DecoderGraph(model, layout_for(model.config, settings))
 

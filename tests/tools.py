@@ -123,37 +123,32 @@ def made(factory: pytest.TempPathFactory, name: str, make) -> Path:
     return base / name
 
 
+def _export(
+    model: Path | str, folder: Path, budget: int, block: int, positions: str = "compact"
+) -> None:
+    from kvcap.export.decoder.spec import layout_for, load
+    from kvcap.export.decoder.write import write
+    from kvcap.policies import load_policy
+
+    source = load(model, "fp32")
+    settings = CacheSettings(budget, block, load_policy("keydiff"), positions)
+    write(source, layout_for(source.config, settings), "fp32", folder, quick=True)
+
+
 def pocket_decoder(factory: pytest.TempPathFactory, mode: str = "compact") -> Path:
     """Return the built-in model's decoder, exported by kvcap: 128 slots, blocks of 32, float32."""
-
-    def make(folder: Path) -> None:
-        from kvcap.export.decoder.spec import layout_for, load
-        from kvcap.export.decoder.write import write
-        from kvcap.policies import load_policy
-
-        source = load("pocket", "fp32")
-        layout = layout_for(source.config, CacheSettings(128, 32, load_policy("keydiff"), mode))
-        write(source, layout, "fp32", folder, quick=True)
-
-    return made(factory, f"shared-{mode}", make)
+    return made(factory, f"shared-{mode}", lambda folder: _export("pocket", folder, 128, 32, mode))
 
 
 def sliding_decoder(factory: pytest.TempPathFactory, positions: str = "compact") -> Path:
     """Return a random Gemma 3 with the built-in model's tokens, windows of 12 and 24 slots."""
 
     def make(folder: Path) -> None:
-        from kvcap import pocket
-        from kvcap.export.decoder.spec import layout_for, load
-        from kvcap.export.decoder.write import write
-        from kvcap.policies import load_policy
+        from make import saved_model
 
-        model = tiny_model("gemma3_text", vocab_size=2560, sliding_window=12, eos_token_id=[2, 5])
-        model.save_pretrained(folder / "model")
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            shutil.copy(pocket.path() / name, folder / "model")
-        source = load(folder / "model", "fp32")
-        layout = layout_for(source.config, CacheSettings(24, 8, load_policy("keydiff"), positions))
-        write(source, layout, "fp32", folder / "decoder", quick=True)
+        sizes = {"sliding_window": 12, "eos_token_id": [2, 5]}
+        model = saved_model(folder / "model", "gemma3_text", **sizes)
+        _export(model, folder / "decoder", 24, 8, positions)
 
     return made(factory, f"sliding-{positions}", make)
 
@@ -162,14 +157,7 @@ def tiny_decoder(factory: pytest.TempPathFactory, budget: int = 24, block: int =
     """Return a folder with a random chat model in `model`, and its export in `decoder`."""
 
     def make(folder: Path) -> None:
-        from kvcap.export.decoder.spec import layout_for, load
-        from kvcap.export.decoder.write import write
-        from kvcap.policies import load_policy
-
-        tiny_chat.save(folder / "model")
-        source = load(folder / "model", "fp32")
-        layout = layout_for(source.config, CacheSettings(budget, block, load_policy("keydiff")))
-        write(source, layout, "fp32", folder / "decoder", quick=True)
+        _export(tiny_chat.save(folder / "model"), folder / "decoder", budget, block)
 
     return made(factory, f"tiny-{budget}-{block}", make)
 

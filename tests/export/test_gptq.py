@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import torch
 from conftest import small_policy, tiny_model
-from make import argv
+from make import argv, saved_model
 
 from kvcap import pocket
 from kvcap.cli import run
@@ -164,11 +164,7 @@ def test_a_layer_is_rounded_by_what_the_rounded_ones_before_it_give(family, chan
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """Return a directory of a tiny model that knows pocket's tokens."""
-    folder = tmp_path_factory.mktemp("gptq") / "model"
-    tiny_model("llama", num_hidden_layers=5, vocab_size=2560).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / name).write_bytes((pocket.path() / name).read_bytes())
-    return folder
+    return saved_model(tmp_path_factory.mktemp("gptq") / "model", num_hidden_layers=5)
 
 
 def test_pieces_are_spread_over_the_text(monkeypatch):

@@ -23,7 +23,6 @@ from kvcap.cli import run
 from kvcap.export.decoder import check as checking
 from kvcap.export.decoder.check import check, facts_of, opened
 from kvcap.export.decoder.fuse import fuse
-from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.decoder.manifest import _turns, settings_of
 from kvcap.export.decoder.spec import Source, layout_for
 from kvcap.export.decoder.write import check_out, trace, write
@@ -109,11 +108,7 @@ def test_compact_positions_with_every_rope(rope):
     ("keydiff", {"anchor": "median", "metric": "euclidean"}),
 ])  # fmt: skip
 def test_windows_and_pins_of_any_size(policy, options):
-    model = tiny_model("llama")
-    layout = layout_for(
-        model.config, CacheSettings(BUDGET, BLOCK, load_policy(policy, **options), "compact")
-    )
-    beside_the_runtime(DecoderGraph(model, layout))
+    beside_the_runtime(decoder(policy=load_policy(policy, **options)))
 
 
 def test_pinned_spans_stay():
@@ -196,11 +191,9 @@ def test_the_runner_in_the_documentation_runs(shelf, capsys):
 
 def test_the_manifest_says_what_a_runner_needs(shelf):
     folder = shelf / "made"
-    manifest, session = (
-        facts(folder),
-        library("onnxruntime").InferenceSession(
-            str(folder / "decoder.onnx"), providers=["CPUExecutionProvider"]
-        ),
+    manifest = facts(folder)
+    session = library("onnxruntime").InferenceSession(
+        str(folder / "decoder.onnx"), providers=["CPUExecutionProvider"]
     )
     types = {"float32": "float", "int32": "int32", "int64": "int64"}
     for kind, real in (("inputs", session.get_inputs()), ("outputs", session.get_outputs())):
@@ -250,11 +243,8 @@ def test_verify_knows_a_decoders_folder(shelf, capsys):
 ])  # fmt: skip
 def test_graphs_of_policies_and_types(policy, positions, dtype, tmp_path):
     layers = 2 if policy == "pyramidkv" else 1
-    sizes = (
-        {}
-        if dtype == "fp32"
-        else {"hidden_size": 256, "num_hidden_layers": layers, "vocab_size": 512}
-    )
+    sizes = {"hidden_size": 256, "num_hidden_layers": layers, "vocab_size": 512}
+    sizes = {} if dtype == "fp32" else sizes
     made = decoder(policy=policy, positions=positions, **sizes)
     model = made.model.half() if dtype == "fp16" else made.model
     manifest, report = write(Source("tiny", model, None), made.layout, dtype, tmp_path / "x", True)
@@ -281,15 +271,7 @@ def right(shelf):
     return shelf / "made", lambda **changes: decoder("qwen2", vocab_size=2560, **changes)
 
 
-def test_a_right_graph_passes(right):
-    folder, make = right
-    report = check(folder, make(), "fp32")
-    report.require()
-    assert report.agreed == checking.ANSWER
-    assert {row.kept for row in report.rows} == {1.0}
-
-
-@pytest.mark.parametrize("fault", ["policy", "positions", "weights", "turns"])
+@pytest.mark.parametrize("fault", [None, "policy", "positions", "weights", "turns"])
 def test_another_graph_than_the_modules_is_found(right, fault, monkeypatch):
     folder, make = right
     changes = {"policy": {"policy": "knorm"}, "positions": {"positions": "true"}}
@@ -302,6 +284,12 @@ def test_another_graph_than_the_modules_is_found(right, fault, monkeypatch):
             "kvcap.export.decoder.manifest._turns",
             lambda layout: {**_turns(layout), "inv_freq": wrong},
         )
+    if fault is None:
+        report = check(folder, made, "fp32")
+        assert report.ok
+        assert report.agreed == checking.ANSWER
+        assert {row.kept for row in report.rows} == {1.0}
+        return
     # With true positions a graph has one input more.
     with pytest.raises((ToleranceError, ShapeError), match=r"differs|keeps|inputs"):
         check(folder, made, "fp32").require()
@@ -370,16 +358,13 @@ def test_nothing_is_written_where_checking_fails_and_what_was_there_stays(
         return "its graph", []
 
     monkeypatch.setattr("kvcap.export.decoder.write._Export._traced", traced)
-    monkeypatch.setattr(
-        "kvcap.export.decoder.write.save",
-        lambda model, made, w, s, file, *_: (
-            [
-                shutil.copy(right[0] / name, file.parent)
-                for name in ("decoder.onnx", "decoder.onnx.data", "evictor.onnx")
-            ]
-            and 1
-        ),
-    )
+
+    def saved(model, made, weights, scales, file, *_):
+        for name in ("decoder.onnx", "decoder.onnx.data", "evictor.onnx"):
+            shutil.copy(right[0] / name, file.parent)
+        return 1
+
+    monkeypatch.setattr("kvcap.export.decoder.write.save", saved)
     made = right[1]()
     with pytest.raises(ToleranceError):
         write(Source("tiny", made.model, None), made.layout, "fp32", out, True, force=True)

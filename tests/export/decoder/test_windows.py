@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import small_policy, tiny_model
 from exported import BLOCK, BUDGET, LENGTHS, beside_the_runtime, ids_of
-from families import config_of, model_of
+from families import config_of
 from make import in_python
 from tools import operations, sliding_decoder  # noqa: F401
 
@@ -156,14 +156,9 @@ def test_the_node_computes_what_the_module_does(length, before, window, sinks):
     ("olmo3", "compact", "int8", None), ("ministral", "compact", "fp32", None),
 ])  # fmt: skip
 def test_graphs_compute_what_modules_do(family, positions, dtype, kv_dtype, tmp_path):
-    model = model_of(family)
-    model = model.half() if dtype == "fp16" else model
-    layout = layout_for(
-        model.config, CacheSettings(BUDGET, BLOCK, small_policy("keydiff", model.config), positions)
-    )
-    _, report = write(
-        Source("tiny", model, None), layout, dtype, tmp_path / "made", kv_dtype=kv_dtype
-    )
+    made = decoder(family, positions=positions)
+    source = Source("tiny", made.model.half() if dtype == "fp16" else made.model, None)
+    _, report = write(source, made.layout, dtype, tmp_path / "made", kv_dtype=kv_dtype)
     errors = [row.error for row in report.rows if row.who.startswith("graph")]
     assert len(errors) > 10
     if dtype == "fp32":
