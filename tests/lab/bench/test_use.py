@@ -107,7 +107,6 @@ def test_other_policies_share_a_process_and_one_that_fails_is_left_out(
 
 
 def test_an_interrupt_ends_with_the_rows_that_are_there(tmp_path, capsys, monkeypatch):
-
     def machine(settings: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "first", FIGURES
         raise KeyboardInterrupt
