@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -83,6 +84,13 @@ def filler(count: int = 100, seed: Any = 0) -> str:
     """Return a sentence of words that neither the fact nor the question has."""
     draw = random.Random(seed)
     return " ".join(draw.choice(WORDS) for _ in range(count)) + "."
+
+
+def free_port() -> int:
+    """Return a port of this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def eventually(holds: Callable[[], bool]) -> None:

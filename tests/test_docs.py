@@ -9,7 +9,6 @@ import pkgutil
 import re
 import runpy
 import shlex
-import socket
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 import tiny_gguf
-from make import ran
+from make import free_port, ran
 from test_imports import MAY_IMPORT, ROOMS
 from tools import PATIENCE
 
@@ -66,9 +65,7 @@ def test_examples_in_the_readme(capsys):
 @pytest.mark.slow
 def test_the_tutorial(tmp_path):
     """Every command behind the installation, in one shell, with a model of the reader's own."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        free_port = s.getsockname()[1]
+    port = free_port()
     page = (ROOT / "docs" / "tutorial.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     install, *shell = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
@@ -77,14 +74,14 @@ def test_the_tutorial(tmp_path):
     for shown, here in (
         ("MODEL=Qwen/Qwen3-0.6B", f"MODEL={pocket.path()}"),
         ("--budget-tokens 1024", "--budget-tokens 256"),
-        ("kvcap serve", f"kvcap serve --port {free_port}"),
+        ("kvcap serve", f"kvcap serve --port {port}"),
         ("kvcap ", f"{sys.executable} -m kvcap "),
         ("python ask.py", f"{sys.executable} ask.py"),
     ):
         assert shown in script
         script = script.replace(shown, here)
-    script = script.replace(":8000", f":{free_port}")
-    (tmp_path / "ask.py").write_text(code.replace(":8000", f":{free_port}"))
+    script = script.replace(":8000", f":{port}")
+    (tmp_path / "ask.py").write_text(code.replace(":8000", f":{port}"))
     whole = f"trap 'kill $!' EXIT\n{script}\ntrap - EXIT"
     done = ran(["bash", "-c", whole], cwd=tmp_path, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bench_requests import edited, posted, requested, vendored
-from make import argv, in_python
+from make import argv, eventually, in_python
 from tools import PATIENCE
 
 from kvcap.android_bench.devices.host import run_here
@@ -130,18 +130,12 @@ def measured(page: Any, serving: Serving) -> dict[str, Any]:
 
 def reach(page: Any, share: float) -> None:
     """Wait until so much is measured."""
-    deadline = time.monotonic() + SOON / 1000
-    while page.locator("#bar").evaluate("bar => bar.value") < share:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    eventually(lambda: page.locator("#bar").evaluate("bar => bar.value") >= share)
 
 
 def keeps(page: Any) -> None:
     """Wait until the browser keeps a part of the result."""
-    deadline = time.monotonic() + SOON / 1000
-    while not page.evaluate("import('./store.js').then(store => store.kept())"):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    eventually(lambda: page.evaluate("import('./store.js').then(store => store.kept())"))
 
 
 # What the page measures

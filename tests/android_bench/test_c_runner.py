@@ -56,8 +56,7 @@ def test_the_build_for_a_phone_takes_onnxruntime_for_android_by_its_checksum(tmp
         )
 
     assert configured("good", sha256).returncode == 0
-    build = ["cmake", "--build", tmp_path / "good"]
-    assert subprocess.run(build, capture_output=True, check=False).returncode == 0
+    assert ran(["cmake", "--build", tmp_path / "good"]).returncode == 0
     assert (tmp_path / "good" / "kvcap-bench").is_file()
     assert (tmp_path / "good" / "libonnxruntime.so").read_bytes() == b"the library"
     wrong = configured("wrong", "0" * 64)
@@ -82,13 +81,7 @@ def bench(here, plan, tmp_path):
 
     def call(*options: str, **more: Any) -> subprocess.CompletedProcess[str]:
         out = ["-o", str(tmp_path / "r.json"), "--lib", str(here / "libonnxruntime.so")]
-        return subprocess.run(
-            [here / "kvcap-bench", copy / "plan.json", *out, *options],
-            capture_output=True,
-            text=True,
-            check=False,
-            **more,
-        )
+        return ran([here / "kvcap-bench", copy / "plan.json", *out, *options], **more)
 
     call.folder, call.out = copy, tmp_path / "r.json"
     return call

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,7 +127,7 @@ def test_the_c_runner_times_it(plan, tmp_path_factory, tmp_path):
         file.write_text(json.dumps(facts))
 
     command[1] = str(edited(plan, tmp_path / "plan", state) / "plan.json")
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert ran(command).returncode == 0
     row = only(read_result(tmp_path / "c.json"))
     assert (row["status"], "accumulated" in row["reason"]) == ("skipped", True)
     assert "--browser" in row["reason"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 import tiny_chat
 import torch
 from conftest import tiny_model
-from make import argv, saved_model
+from make import argv, ran, saved_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcap
@@ -433,7 +432,7 @@ def test_lm_evals_command_line(local_tasks, tmp_path, monkeypatch):
 @harness
 def test_lm_evals_own_model_with_kvcaps_attention_warns(local_tasks, tmp_path):
     """`--model hf` has no cache of kvcap's: it runs uncapped, and says so."""
-    done = subprocess.run(
+    done = ran(
         argv(
             "{} -c {} lm-eval --model hf --model_args {} --tasks local_multiple_choice "
             "--include_path {} --limit 1 --device cpu",
@@ -443,8 +442,6 @@ def test_lm_evals_own_model_with_kvcaps_attention_warns(local_tasks, tmp_path):
             local_tasks,
         ),
         env={**os.environ, "HF_DATASETS_CACHE": str(tmp_path)},
-        capture_output=True,
-        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("runs without a BudgetCache") == 1

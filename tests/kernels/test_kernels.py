@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from interpreted import DEVICE, pytestmark  # noqa: F401
-from make import ran
+from make import in_python
 from observations import grouped, pooled
 from torch import Tensor
 
@@ -490,11 +488,5 @@ def test_importing_loads_no_kernel_and_scoring_needs_no_triton():
         "obs = Observation(x, x, torch.arange(5)[None, None], num_tokens=5, budget=3)\n"
         "assert torch.equal(kvcap.kernels.score(KeyDiff(), obs), KeyDiff().score(obs))\n"
     )
-    path = os.pathsep.join(p for p in sys.path if p)
-    done = ran(
-        [sys.executable, "-P", "-c", code]
-        if sys.version_info >= (3, 11)
-        else [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    done = in_python(code)
     assert done.returncode == 0, done.stderr

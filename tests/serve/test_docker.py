@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from make import ran
+from make import free_port, ran
 from tools import PATIENCE
 
 from kvcap.runtime.units import parse_bytes
@@ -132,9 +131,7 @@ def test_its_steps_make_a_server_that_answers(tmp_path):
         env={**outer, "TORCH_INDEX": "", "PIP_NO_BUILD_ISOLATION": "0"},
     )
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     keys = tmp_path / "api-key"
     keys.write_text("secret\n")
     inner = environment() | {"KVCAP_PORT": port, "KVCAP_API_KEY_FILE": str(keys)}

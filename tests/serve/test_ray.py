@@ -70,6 +70,17 @@ def chat(server: Server, messages: Any, key: str = "ada", **more: Any) -> httpx.
     )
 
 
+def streamed(server: Server, messages: Any) -> Any:
+    """Ask for a long answer of ada's, which is read within `with`."""
+    return httpx.stream(
+        "POST",
+        f"{server.url}/v1/chat/completions",
+        timeout=PATIENCE,
+        json=body(messages, LONG, stream=True),
+        headers={"Authorization": "Bearer ada"},
+    )
+
+
 def message_of(answer: httpx.Response) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     return {"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]}
@@ -133,13 +144,7 @@ def test_a_replica_killed_mid_answer_loses_no_conversation(server, keep):
     eventually(lambda: figure(server, "on_disk") >= 8)
 
     last, pid = "", 0
-    with httpx.stream(
-        "POST",
-        f"{server.url}/v1/chat/completions",
-        timeout=PATIENCE,
-        json=body(talk, LONG, stream=True),
-        headers={"Authorization": "Bearer ada"},
-    ) as answer:
+    with streamed(server, talk) as answer:
         for number, line in enumerate(answer.iter_lines()):
             if number == 10:
                 pid = working()
@@ -177,13 +182,7 @@ def test_the_strip_is_of_the_conversation_and_its_owner(server):
 
 def test_a_reader_that_goes_frees_its_place(server):
     stopped = figure(server, "stopped_total")
-    with httpx.stream(
-        "POST",
-        f"{server.url}/v1/chat/completions",
-        timeout=PATIENCE,
-        json=body([user(8)], LONG, stream=True),
-        headers={"Authorization": "Bearer ada"},
-    ) as answer:
+    with streamed(server, [user(8)]) as answer:
         next(answer.iter_lines())
     eventually(lambda: figure(server, "stopped_total") > stopped)
     eventually(lambda: figure(server, "answering") == 0)
@@ -216,13 +215,7 @@ def test_a_deleted_conversation_is_on_no_replica(server, keep):
 
 
 def test_an_answer_ends_whose_conversation_is_deleted(server):
-    with httpx.stream(
-        "POST",
-        f"{server.url}/v1/chat/completions",
-        timeout=PATIENCE,
-        json=body([user(40)], LONG, stream=True),
-        headers={"Authorization": "Bearer ada"},
-    ) as answer:
+    with streamed(server, [user(40)]) as answer:
         lines = answer.iter_lines()
         next(lines)
         assert delete(server, answer.headers["X-Session-Id"]) == (200, "")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from make import argv
+from make import argv, free_port
 from tools import (
     PATIENCE,
     TOOLS,
@@ -66,20 +65,13 @@ PIXEL = {
 }
 
 
-def free_port() -> int:
-    """Return one that adb does not take for an emulator's (5554 to 5585)."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @dataclass
 class Phone:
     """adbd on loopback, with a folder for its files, one for its programs, and a home."""
 
     root: Path
     daemon: subprocess.Popen[bytes] | None = None
-    port: int = field(default_factory=free_port)
+    port: int = field(default_factory=free_port)  # above an emulator's, which are 5554 to 5585
 
     def __post_init__(self) -> None:
         for name in ("data", "bin", "home"):

@@ -15,6 +15,7 @@ import pytest
 from bench_requests import posted, requested, vendored
 from bench_results import DEEP, MUTATIONS, mutated, put, result, written
 from hypothesis import given, settings
+from make import eventually
 from tools import PATIENCE
 
 from kvcap.android_bench.results import source
@@ -195,10 +196,7 @@ def test_an_answer_that_nobody_reads_is_given_up(serve):
     with line(serving) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.sendall(LARGE)
-        deadline = time.monotonic() + SOON
-        while serving.server.server_state.tasks and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not serving.server.server_state.tasks
+        eventually(lambda: not serving.server.server_state.tasks)
 
 
 def test_more_connections_than_allowed_are_turned_away(serve):
@@ -209,9 +207,7 @@ def test_more_connections_than_allowed_are_turned_away(serve):
         assert connection.recv(64).startswith(b"HTTP/1.1 503")
     for one in held:
         one.close()
-    deadline = time.monotonic() + SOON
-    while serving.server.server_state.connections and time.monotonic() < deadline:
-        time.sleep(0.05)
+    eventually(lambda: not serving.server.server_state.connections)
     assert posted(serving, result())[0] == 201
 
 
@@ -220,13 +216,10 @@ def test_only_so_many_results_arrive_at_once(serve):
     held = [line(serving) for _ in range(2)]
     for one in held:
         one.sendall(HEAD + b"Content-Length: 90\r\n\r\n{")
-    deadline = time.monotonic() + SOON
-    while posted(serving, result())[0] != 503:
-        assert time.monotonic() < deadline
+    eventually(lambda: posted(serving, result())[0] == 503)
     for one in held:
         one.close()
-    while posted(serving, result())[0] != 201:
-        assert time.monotonic() < deadline
+    eventually(lambda: posted(serving, result())[0] == 201)
 
 
 def test_a_head_that_is_too_long_is_refused(serve):

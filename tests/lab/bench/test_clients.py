@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tools import PATIENCE
+from tools import PATIENCE, script
 
 from kvcap.evals.bench import BenchmarkOptions, load, options_for
 from kvcap.lab.bench import clients
@@ -59,9 +59,7 @@ def test_the_peer_answers_the_same_prompts(options):
 
 @pytest.mark.slow
 def test_a_peer_that_fails_has_a_row_that_says_why(options, tmp_path):
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho no such package >&2\nexit 1\n")
-    broken.chmod(0o755)
+    broken = script(tmp_path / "python", "echo no such package >&2\nexit 1")
     _, peer = load("clients")(replace(options, peer_pythons={"transformers": str(broken)})).rows
     assert (peer["tok_s"], peer["ratio"]) == ("", "")
     assert "no such package" in peer["why"]

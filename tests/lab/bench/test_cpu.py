@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from make import argv
+from make import argv, in_python
 from safetensors.torch import save_file
+from tools import script
 
 from kvcap import cli
 from kvcap.evals.bench import BenchmarkOptions, Result, options_for
@@ -138,13 +137,8 @@ def test_an_error_that_names_no_package_is_said_as_it_is(tmp_path):
         "import sys; sys.path[:0] = [sys.argv[1], sys.argv[2]]; "
         "from peers.run_llama_cpp import main; main()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), str(Path(serve.__file__).parents[1])],
-        input=json.dumps({**SETTINGS, "cpus": cores(1)}) + "\n",
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    given = json.dumps({**SETTINGS, "cpus": cores(1)}) + "\n"
+    done = in_python(code, tmp_path, Path(serve.__file__).parents[1], input=given, check=True)
     assert json.loads(done.stdout) == {"unusable": "this file needs two packages"}
 
 
@@ -211,9 +205,7 @@ def test_peers_that_cannot_be_run_are_refused_by_name(tmp_path):
         cpu.run(BenchmarkOptions(vs=("ollama",)))
     with pytest.raises(PeerFailed, match=r"kvpress cannot be run by '/nowhere/python': No such"):
         Process("kvpress", "/nowhere/python", SETTINGS)
-    silent = tmp_path / "python"
-    silent.write_text("#!/bin/sh\necho broken >&2\nexit 3\n")
-    silent.chmod(0o755)
+    silent = script(tmp_path / "python", "echo broken >&2\nexit 3")
     with pytest.raises(PeerFailed, match=r"kvpress, run by .*python, ended with code 3: broken"):
         Process("kvpress", str(silent), SETTINGS)
     with pytest.raises(ExtraMissing, match=r"kvpress needs the package kvpress, which .*lacks"):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from make import in_python
 from sweeps import small_sweep
 
 from kvcap import cli
@@ -91,13 +89,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, policy: str, error: BaseException) 
 def test_a_sweep_killed_at_any_point_goes_on(sweep, tmp_path):
     out = tmp_path / "out"
     points = ["measuring", "writing", "written", "finishing"]
-    program = subprocess.run(
-        [sys.executable, "-c", KILLED, json.dumps(asdict(sweep)), str(out), *points],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
+    program = in_python(KILLED, json.dumps(asdict(sweep)), out, *points, check=True)
     assert program.stdout.splitlines() == [
         "measuring -9 1",
         "writing -9 2",
