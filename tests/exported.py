@@ -17,6 +17,7 @@ from kvcap.runtime.cache.settings import CacheSettings
 
 BUDGET, BLOCK = 20, 8
 LENGTHS = [8, 8, 8, 5, 8, 1, 1, 1, 3, 8, 1]  # beyond the budget, odd blocks, steps
+STEPS = [8, 8, 8, 5, *[1] * 9, 3, *[1] * 6, 8, 1, 1]
 
 
 def decoder(
@@ -66,3 +67,12 @@ def beside_the_runtime(
                 stored = theirs.segments[0].positions[0].sort(-1).values
                 assert torch.equal(torch.from_numpy(mine), stored)
     return decoder
+
+
+def graph_of(nodes: list[Any], inputs: list[Any], outputs: list[Any], constants: Any = ()) -> Any:
+    """Return an ONNX model of these nodes alone."""
+    from onnx import helper
+
+    graph = helper.make_graph(nodes, "g", inputs, outputs, constants)
+    imports = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=imports, ir_version=10)

@@ -12,21 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_model
+from exported import decoder
 from tools import pocket_decoder
 
 from kvcap.android_bench.plan.presets import PRESETS
 from kvcap.android_bench.plan.write import _spec
 from kvcap.export.decoder.check import Watched, facts_of
-from kvcap.export.decoder.graph import DecoderGraph
-from kvcap.export.decoder.spec import layout_for
 from kvcap.export.graphs.check import session
 from kvcap.export.graphs.shape import Shape
 from kvcap.export.graphs.spec import Spec
 from kvcap.export.graphs.write import write
 from kvcap.policies import load_policy
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime, PolicyRequest
-from kvcap.runtime.cache.settings import CacheSettings
 
 ALIKE = 20  # tokens of the beginning
 SHAPE = Shape(kv_heads=2, heads=4, head_dim=8, block=8, budget=64)
@@ -87,15 +84,13 @@ def test_the_graphs_of_a_phone_s_preset_keep_them(preset, tmp_path):
 
 @pytest.mark.parametrize(("sinks", "kept"), [(None, 4), (0, 0)])
 def test_a_whole_decoder_keeps_them(sinks, kept):
-    model = tiny_model("llama")
     options = {} if sinks is None else {"sink_tokens": sinks}
-    layout = layout_for(model.config, CacheSettings(32, 8, load_policy("keydiff", **options)))
-    made = DecoderGraph(model, layout)
-    decoder, seen = Watched(facts_of(made, "fp32"), made, 1), 0
-    for block in torch.from_numpy(text(70, model.config.vocab_size)).split(8, 1):
-        decoder.run(block[0].tolist(), seen, [])
+    made = decoder(policy=load_policy("keydiff", **options), budget=32)
+    watched, seen = Watched(facts_of(made, "fp32"), made, 1), 0
+    for block in torch.from_numpy(text(70, made.model.config.vocab_size)).split(8, 1):
+        watched.run(block[0].tolist(), seen, [])
         seen += block.shape[1]
-    assert keep(decoder.positions(seen), 4) == bool(kept)
+    assert keep(watched.positions(seen), 4) == bool(kept)
 
 
 def held(folder: Path, sinks: int | None, budget: int | None = None) -> Any:

@@ -13,7 +13,7 @@ import onnx
 import pytest
 import torch
 from conftest import FAMILIES, in_turn, small_policy, tiny_config, tiny_model
-from exported import BLOCK, BUDGET, beside_the_runtime, decoder
+from exported import BLOCK, BUDGET, STEPS, beside_the_runtime, decoder, graph_of
 from make import argv
 from tools import operations  # noqa: F401
 from transformers import AutoConfig
@@ -67,9 +67,6 @@ def test_every_family_computes_what_the_runtime_does(family, positions):
 @pytest.mark.parametrize("policy", EXPORTED)
 def test_every_policy_keeps_what_the_runtime_keeps(policy, positions):
     beside_the_runtime(decoder(policy=policy, positions=positions))
-
-
-STEPS = [8, 8, 8, 5, *[1] * 9, 3, *[1] * 6, 8, 1, 1]
 
 
 @pytest.mark.slow(keep=4)
@@ -531,13 +528,6 @@ def test_attention_takes_what_products_give_where_it_can(family, policy, changes
     assert [len(node.input) > 7 for node in attention] == [rotates] * len(attention)
 
 
-def model_of(nodes, inputs, outputs, constants):
-    """Return a model of these nodes, which may be fused."""
-    graph = onnx.helper.make_graph(nodes, "g", inputs, outputs, constants)
-    imports = [onnx.helper.make_opsetid("", 18), onnx.helper.make_opsetid("com.microsoft", 1)]
-    return onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
-
-
 def before_and_after(model, given):
     """Fuse a model; return its kinds of nodes then, and what it gave before and after."""
     results = []
@@ -571,7 +561,7 @@ def test_a_norm_that_differs_from_an_rms_norm_is_left():
         inputs = [tensor(name, floats, [1, 3, 8]) for name in "xr"]
         inputs.append(tensor("g", floats, gain))
         outputs = [tensor(name, floats, None) for name in "yz"]
-        return model_of(nodes, inputs, outputs, constants)
+        return graph_of(nodes, inputs, outputs, constants)
 
     draws = np.random.default_rng(0)
     for changes in ({}, {"axis": 1}, {"power": 4.0}, {"gain": (1, 3, 8)}):
@@ -609,7 +599,7 @@ def test_what_only_looks_like_a_rotation_is_left():
         inputs = [tensor("x", floats, [1, 2, 3, 8])]
         inputs += [tensor(name, floats, [1, 3, 8]) for name in ("c0", "s0")]
         outputs = [tensor("y", floats, None)]
-        return model_of(nodes, inputs, outputs, constants)
+        return graph_of(nodes, inputs, outputs, constants)
 
     draws = np.random.default_rng(0)
     angles = np.tile(draws.random((1, 3, 4)), 2)

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import FAMILIES, as_cache, small_policy, tiny_model
+from conftest import FAMILIES, as_cache, tiny_model
+from exported import decoder, graph_of
 from make import argv
 from transformers import DynamicCache
 
@@ -24,7 +25,7 @@ from kvcap.export.decoder.check import check, facts_of, opened
 from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.decoder.manifest import SLOT_SCALES
 from kvcap.export.decoder.slot_scales import MARGIN, measure, reach, sample
-from kvcap.export.decoder.spec import Source, layout_for
+from kvcap.export.decoder.spec import Source
 from kvcap.export.decoder.write import write
 from kvcap.export.verify import verify_decoder
 from kvcap.runtime.backends.onnxruntime.decoder import scales_of
@@ -32,22 +33,17 @@ from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.backends.onnxruntime.manifest import read
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime, PolicyRequest
-from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import ManifestError, NotExportable, ToleranceError
 from kvcap.runtime.models.rope import Rope, Rotation, rotate
 from kvcap.runtime.types import MANIFEST
-
-BUDGET, BLOCK = 20, 8
 
 
 def exported(
     out: Path, family="llama", policy="keydiff", positions="compact", dtype="fp32", **more
 ):
-    model = tiny_model(family)
-    eviction = small_policy(policy, model.config)
-    layout = layout_for(model.config, CacheSettings(BUDGET, BLOCK, eviction, positions))
-    source = Source("tiny", model, None)
-    return write(source, layout, dtype, out, quick=True, kv_dtype="int8")
+    made = decoder(family, policy, positions)
+    source = Source("tiny", made.model, None)
+    return write(source, made.layout, dtype, out, quick=True, kv_dtype="int8")
 
 
 # Scales -------------------------------------------------------------------------------------------
@@ -70,19 +66,17 @@ def test_a_key_is_within_its_reach_at_every_position(size, interleaved):
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_scales_are_of_what_the_layers_hold(family):
     """What a float cache holds after the same tokens fits, and its largest number is near 127."""
-    model = tiny_model(family)
-    layout = layout_for(
-        model.config, CacheSettings(64, 8, small_policy("keydiff", model.config), "true")
-    )
+    made = decoder(family, positions="true", budget=64)
+    layout = made.layout
     ids = sample(None, None, layout.shape.vocabulary, 64)
-    scales = measure(DecoderGraph(model, layout), ids)
+    scales = measure(made, ids)
     assert scales.shape == (
         len(layout.shape.layers),
         2,
         layout.shape.kv_heads,
         layout.shape.head_size,
     )
-    assert model.config._attn_implementation == "kvcap"  # as it was
+    assert made.model.config._attn_implementation == "kvcap"  # as it was
 
     cache = DynamicCache()
     plain = tiny_model(family, "eager" if layout.shape.softcap else "sdpa")
@@ -182,9 +176,7 @@ def attention_alone(tmp_path):
             softcap=softcap,
             **QUANTISED,
         )
-        opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
-        graph = helper.make_graph([node], "one", ports, outputs)
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+        model = graph_of([node], ports, outputs)
         attend_by_length(model, "query")
         (tmp_path / "one.onnx").write_bytes(model.SerializeToString())
         return Graph(tmp_path / "one.onnx")
@@ -232,11 +224,8 @@ def tiny_int8(tmp_path_factory):
     """Return the folder and the module of a tiny Llama with int8 slots."""
     out = tmp_path_factory.mktemp("tiny") / "out"
     exported(out)
-    model = tiny_model("llama")
-    layout = layout_for(
-        model.config, CacheSettings(BUDGET, BLOCK, small_policy("keydiff", model.config))
-    )
-    return out, DecoderGraph(model, layout, torch.from_numpy(np.load(out / SLOT_SCALES)))
+    made, scales = decoder(), torch.from_numpy(np.load(out / SLOT_SCALES))
+    return out, DecoderGraph(made.model, made.layout, scales)
 
 
 @pytest.mark.parametrize("fault", ["scales of keys", "scales of values", "another head's"])
@@ -261,14 +250,14 @@ def test_other_scales_than_the_modules_are_found(fault, tiny_int8, monkeypatch):
 def test_no_rounding_adds_up_while_keys_are_turned(tiny_int8):
     """However often a key was turned it is at most one rounding from what arrived, turned once."""
     folder, made = tiny_int8
-    decoder = opened(folder, facts_of(made, "fp32"), made)
+    running = opened(folder, facts_of(made, "fp32"), made)
     ids = 3 + torch.randint(90, (400,), generator=torch.Generator().manual_seed(2))
     seen = 0
     for part in ids.split([8] * 20 + [1] * 240):
-        decoder.run(part.tolist(), seen, [(0, 2)])
+        running.run(part.tolist(), seen, [(0, 2)])
         seen += len(part)
-    turns, moved = decoder.turns, 0
-    for layer in decoder.layers:
+    turns, moved = running.turns, 0
+    for layer in running.layers:
         buffers, held, scale = layer.buffers, layer.held, layer.scales[0]
         arrived = buffers["arrived"][0, :, :held] * scale
         turns.back(arrived, buffers["shifts"][0, :, :held])

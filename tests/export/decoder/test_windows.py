@@ -11,7 +11,7 @@ import onnx
 import pytest
 import torch
 from conftest import small_policy, tiny_model
-from exported import BLOCK, BUDGET, LENGTHS, beside_the_runtime, ids_of
+from exported import BLOCK, BUDGET, LENGTHS, STEPS, beside_the_runtime, graph_of, ids_of
 from families import config_of
 from make import in_python
 from tools import operations, sliding_decoder  # noqa: F401
@@ -26,7 +26,6 @@ from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import ManifestError, NotExportable
 from kvcap.runtime.types import MANIFEST
 
-STEPS = [8, 8, 8, 5, *[1] * 9, 3, *[1] * 6, 8, 1, 1]
 FAMILIES = [
     "cohere2",
     "cwm",
@@ -108,11 +107,8 @@ def test_the_node_computes_what_the_module_does(length, before, window, sinks):
     )[0]
     flat = [x.transpose(1, 2).flatten(2).numpy() for x in (query, key, value)]
     total = np.array(before + length, np.int32)
-    given = dict(
-        zip(
-            "qkvabclmn"[:7], [*flat, keys.numpy(), values.numpy(), last.numpy(), total], strict=True
-        )
-    )
+    arrays = [*flat, keys.numpy(), values.numpy(), last.numpy(), total]
+    given = dict(zip("qkvabcl", arrays, strict=True))
     names = [*given]
     if sinks:
         given["s"], names = logits.numpy(), [*names, "", "", "", "", "s"]
@@ -132,12 +128,8 @@ def test_the_node_computes_what_the_module_does(length, before, window, sinks):
         for name, x in given.items()
     ]
     out = helper.make_tensor_value_info("out", onnx.TensorProto.FLOAT, None)
-    model = helper.make_model(
-        helper.make_graph([node], "node", ports, [out]),
-        ir_version=10,
-        opset_imports=[helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)],
-    )
-    session = library("onnxruntime").InferenceSession(model.SerializeToString())
+    model = graph_of([node], ports, [out]).SerializeToString()
+    session = library("onnxruntime").InferenceSession(model)
     output = torch.from_numpy(session.run(["out"], given)[0])
     torch.testing.assert_close(output.unflatten(2, (4, -1)).transpose(1, 2), wanted)
 
