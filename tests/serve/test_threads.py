@@ -13,12 +13,6 @@ from kvcap.serve.scheduler import Scheduler
 from kvcap.serve.threads import by_a_thread
 
 
-def test_it_gives_what_a_thread_made_that_has_ended():
-    thread = by_a_thread(threading.current_thread)
-    assert thread is not threading.current_thread()
-    assert not thread.is_alive()
-
-
 def test_its_error_comes_to_who_asked():
     with pytest.raises(ZeroDivisionError):
         by_a_thread(lambda: 1 // 0)
