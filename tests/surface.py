@@ -113,7 +113,6 @@ class InPython(Surface):
 
     def _answered(self, text: str) -> Answered:
         stats, turn = self.session.stats, self.session.turn
-        assert turn is not None
         slots = stats.held_tokens, stats.waiting_tokens, stats.evicted_tokens
         return Answered(text, turn.recalled_tokens, *slots, stats.cap_bytes)
 

@@ -55,7 +55,6 @@ def test_the_first_fault_is_told_by_its_place(schema, document, message):
 
 def test_a_long_value_is_cut(schema):
     reason = fault({"times": "x" * 10_000}, schema)
-    assert reason is not None
     assert len(reason) < 200
     assert reason.startswith("times: 'xxx")
     assert reason.endswith("is not of type 'array'")

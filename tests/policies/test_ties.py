@@ -120,7 +120,6 @@ def test_of_evicted_tokens_kept_aside_the_newer_stay():
     positions = [torch.randperm(30, generator=new) for _ in range(2)]
     segment.positions.copy_(torch.stack(positions)[None])
     corrector = load_policy("calidrop", calibration_size=7).corrector
-    assert corrector is not None
     kept = EvictedStore(corrector, [segment], 4)
     slots = torch.stack([torch.randperm(30, generator=new)[:20] for _ in range(2)])[None]
     obs = Observation(segment.keys, segment.values, segment.positions, num_tokens=30, budget=10)

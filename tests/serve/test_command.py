@@ -90,7 +90,6 @@ def test_a_server_that_is_told_to_stop_saves_its_conversations_and_ends_well(tmp
         text=True,
         env={**os.environ, "KVCAP_API_KEY": "one two"},
     ) as process:
-        assert process.stderr is not None
         line = process.stderr.readline()
         address = re.search(r"serving small at (http://127\.0\.0\.1:\d+)/v1", line)
         assert address, line + process.stderr.read()

@@ -139,7 +139,6 @@ def test_saved_conversations_survive_kills(chat_model, runtime, tmp_path, kills)
             stdout=subprocess.PIPE,
             text=True,
         ) as process:
-            assert process.stdout is not None
             lines = 1 + 4 * 2 + draw.randint(0, 8)  # at least two rounds
             names = set[str]()
             for _ in range(lines):
@@ -306,7 +305,6 @@ def test_what_moves_while_it_is_answered_goes_on_from_what_was_saved(
     async def chat(s: Scheduler) -> None:
         reply = s.submit(ask(user("Hello!")))
         begun = [user("Hello!"), assistant(await text_of(reply))]
-        assert reply.usage is not None
         read = reply.usage.prompt_tokens + reply.usage.completion_tokens
         if is_saved:
             await until(s._wound_up)
@@ -316,7 +314,6 @@ def test_what_moves_while_it_is_answered_goes_on_from_what_was_saved(
         moved = other.submit(ask(*begun, user("Two.")))
         assert await text_of(moved)
         assert unread.finish_reason is None
-        assert moved.usage is not None
         assert abs(moved.usage.reused_tokens - read * is_saved) <= 1  # the last one is not read
         await other.aclose()
 

@@ -69,7 +69,6 @@ def test_a_second_signal_ends_the_server_at_once():
         text=True,
         env=os.environ.copy(),
     ) as process:
-        assert process.stderr is not None
         address = re.search(r"at (http://127\.0\.0\.1:\d+)/v1", process.stderr.readline())
         assert address
         url = f"{address[1]}/v1/chat/completions"

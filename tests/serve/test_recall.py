@@ -128,8 +128,6 @@ def test_a_conversation_recalls_nothing_of_anothers(url, ended):
                 for last in parts:
                     answer += last.choices[0].delta.content or "" if last.choices else ""
                 messages.append(assistant(answer))
-            assert last is not None
-            assert last.usage is not None
             assert last.usage.recalled > 0
             assert last.usage.recalled_passages == 1
 
@@ -180,7 +178,6 @@ def test_a_restored_conversation_recalls_as_the_server_was_told(runtime, tmp_pat
         for text in (FACT.format(7421), QUESTION):
             await turn(s, messages, text)
         session = s._pool.conversations[0].session
-        assert session is not None
         assert (session.recall.limit, session.recall.store.limit) == (60, 1 << 20)
 
     messages = list[Any]()
@@ -280,7 +277,6 @@ def test_a_request_says_how_much_is_recalled_for_its_message(runtime, monkeypatc
         figures = s.figures()
         assert figures.recalled_tokens == sum(counts)
         (one,) = s._pool.conversations
-        assert one.session is not None
         assert figures.index_bytes == one.session.recall.store.nbytes > 0
         text = f"{FACT.format(7421)} {filler('long', 300)}\n\n{QUESTION}"
         for recall, some in ((None, False), ("auto", True), ("off", False)):

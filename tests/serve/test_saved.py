@@ -72,7 +72,6 @@ def test_what_one_process_saves_another_goes_on_with(two, tmp_path):
         name = saved(one, number)
         os.utime(tmp_path, (later, later))  # as if all were within a tick of the clock
         match = other.find("ada", None, [key(number)])
-        assert match is not None
         assert (match[0].name, match[1]) == (name, 1)
         assert other.find("bob", None, [key(number)]) is None
         assert other.restore(Session(), match[0])
@@ -120,7 +119,6 @@ def test_a_file_that_is_wanted_next_makes_room_last(tmp_path):
     for number in (1, 2):
         saved(disk, number)
     wanted, _ = disk.find("ada", None, [key(1)]) or (None, 0)
-    assert wanted is not None
     save = partial(disk.save, Session(), "ada", "number 3", key(3), wanted.name, needed_file=wanted)
     assert save()
     assert disk.find("ada", None, [key(2)]) is None
@@ -168,7 +166,6 @@ def set_aside(disk: SavedConversations, number: int) -> str:
     """Save a file that is not taken afterwards; returns its name."""
     name = saved(disk, number)
     match = disk.find("ada", None, [key(number)])
-    assert match is not None
     assert not disk.restore(Unreadable(), match[0])
     assert disk.find("ada", None, [key(number)]) is None
     return name

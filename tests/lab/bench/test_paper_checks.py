@@ -39,7 +39,6 @@ def layers(model: Any, ids: Tensor) -> list[Observation]:
 
 def heads(obs: Observation, t: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Attention [n], values [n, D] and the slice of W_O [D, hidden] of every query head."""
-    assert obs.output_projection is not None
     flat = obs.attention[0, :, :, t].flatten(0, 1)
     groups = obs.groups
     return [
@@ -75,8 +74,6 @@ def test_what_is_captured_gives_the_models_attention_output(model, ids):
 def test_a_prefix_is_what_a_shorter_text_shows(model, ids, layers):
     for whole, short in zip(layers, capture(model, ids[:, :25]), strict=True):
         obs = until(whole, 25, 4)
-        assert obs.queries is not None
-        assert short.queries is not None
         torch.testing.assert_close(obs.keys, short.keys)
         torch.testing.assert_close(obs.queries, short.queries[:, :, -4:])
         torch.testing.assert_close(obs.attention, short.attention[..., -4:, :])
