@@ -18,7 +18,6 @@ from tools import PATIENCE, pocket_decoder, sliding_decoder
 
 from kvcap.android_bench.decoders import PAGE_BYTES, decoder_for_a_page
 from kvcap.android_bench.server.serving import ChatServer
-from kvcap.cli import run
 from kvcap.runtime.backends.onnxruntime.decoder import ExportedDecoder, evictors_of
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.manifest import read
@@ -190,9 +189,8 @@ def test_what_cannot_be_loaded_is_told_in_words(decoder, page):
 # What is refused before anything is served
 
 
-def test_what_is_no_decoder_of_kvcaps_is_refused_by_name(decoder, tmp_path, capsys):
-    assert run(["android", "chat", str(tmp_path)]) == 2
-    assert "kvcap export decoder" in capsys.readouterr().err
+def test_what_is_no_decoder_of_kvcaps_is_refused_by_name(decoder, tmp_path, kvcap):
+    assert "kvcap export decoder" in kvcap.refused("android", "chat", str(tmp_path))
     copy = shutil.copytree(decoder, tmp_path / "copy")
     (copy / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelFilesBroken, match=r"tokenizer\.json"):

@@ -27,7 +27,6 @@ from kvcap.android_bench.plan.presets import narrowed
 from kvcap.android_bench.plan.write import PlanRequest, write_plan
 from kvcap.android_bench.results import chart, judge, regress, table
 from kvcap.android_bench.runner.measure import RunOptions
-from kvcap.cli import run
 from kvcap.export.graphs.shape import Shape
 
 WORK = DecoderWork(prompt=20, answer=20, long=300, minutes=0.002, every=0.05)
@@ -227,9 +226,10 @@ def test_a_report_has_its_speeds_and_their_drift(result, tmp_path):
     ]
 
 
-def test_what_cannot_be_timed_is_refused_by_name(plan, tmp_path, capsys):
-    assert run(["android", "plan", "--decoder", str(tmp_path), "-o", str(tmp_path / "x")]) == 2
-    assert "kvcap export decoder" in capsys.readouterr().err
+def test_what_cannot_be_timed_is_refused_by_name(plan, tmp_path, kvcap):
+    assert "kvcap export decoder" in kvcap.refused(
+        "android", "plan", "--decoder", str(tmp_path), "-o", str(tmp_path / "x")
+    )
     with pytest.raises(PlanBroken, match="--answer-tokens"):
         DecoderWork(answer=1)
 

@@ -19,7 +19,8 @@ def test_what_only_pytorch_has_is_refused_with_the_reason(options, says, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_a_decoder_is_refused_a_place_below_a_file_before_anything_is_read(tmp_path, capsys):
+def test_a_decoder_is_refused_a_place_below_a_file_before_anything_is_read(tmp_path, kvcap):
     (file := tmp_path / "file").touch()
-    assert run(["export", "decoder", "no-model", "-o", str(file / "out")]) == 2
-    assert "is a file, not a folder" in capsys.readouterr().err
+    assert "is a file, not a folder" in kvcap.refused(
+        "export", "decoder", "no-model", "-o", str(file / "out")
+    )

@@ -109,10 +109,9 @@ def test_the_last_line_is_a_command_that_runs(file, tmp_path, capsys):
     assert cli.run([*given[1:], "--max-new-tokens", "1"]) == 0
 
 
-def test_one_json_document_and_a_chat(file, tmp_path, capsys, monkeypatch):
+def test_one_json_document_and_a_chat(file, tmp_path, kvcap, monkeypatch):
     model = tiny_chat.save(tmp_path / "model")
-    assert cli.run(command(model, file, "--length", "160", "--threads", "1", "--json")) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = kvcap.document(*command(model, file, "--length", "160", "--threads", "1"))
     rows = {row["policy"]: row for row in document["rows"]}
     assert [*rows] == ["snapkv", "streaming_llm", "random", "full"]
     assert (document["pieces"], document["samples"], document["length"]) == (3, 3, 160)
@@ -155,12 +154,11 @@ def test_losses_are_those_of_the_pieces(folder):
     assert capped.losses != pytest.approx(expected, abs=1e-4)
 
 
-def test_facts_are_asked_for_with_recall_as_in_a_chat(tmp_path, capsys):
+def test_facts_are_asked_for_with_recall_as_in_a_chat(tmp_path, kvcap):
     long = tmp_path / "long.txt"
     long.write_text(" ".join(islice(filler(Random(1)), 150)))
     given = ["tune", "pocket", "-f", str(long), "--policies", "streaming_llm"]
-    assert cli.run([*given, "--device", "cpu", "--length", "768", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = kvcap.document(*given, "--device", "cpu", "--length", "768")
     row = document["rows"][0]
     assert (row["slots"], row["facts_found"], document["recall"]) == (256, 1, 128)
     assert len(row["losses"]) == document["pieces"] * 384 // tune.PASSAGE

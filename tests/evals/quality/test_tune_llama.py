@@ -128,9 +128,10 @@ def test_policies_that_observe_queries_are_left_out_and_said(file):
     assert any(note.startswith("snapkv is left out: policy 'snapkv' looks at") for note in notes)
 
 
-def test_agreement_is_refused(file, tune_command, capsys):
-    assert cli.run(["eval", file, "--agreement", "-f", tune_command[3]]) == 2
-    assert "give --backend torch" in capsys.readouterr().err
+def test_agreement_is_refused(file, tune_command, kvcap):
+    assert "give --backend torch" in kvcap.refused(
+        "eval", file, "--agreement", "-f", tune_command[3]
+    )
 
 
 def bound(request: TuningRequest) -> LlamaTuned:

@@ -222,9 +222,8 @@ def test_nothing_of_this_machine_is_in_the_files(shelf):
     assert not list(shelf.glob(".kvcap-*"))
 
 
-def test_verify_knows_a_decoders_folder(shelf, capsys):
-    assert run(["export", "verify", str(shelf / "made"), "--quick", "--json"]) == 0
-    (report,) = json.loads(capsys.readouterr().out)
+def test_verify_knows_a_decoders_folder(shelf, kvcap):
+    (report,) = kvcap.document("export", "verify", str(shelf / "made"), "--quick")
     assert report["ok"]
     assert report["agreed"] == checking.ANSWER
     assert {row["who"] for row in report["runs"]} == {"module to runtime", "graph to module"}

@@ -400,17 +400,15 @@ def test_a_wrong_weight_is_found_though_the_graph_is_right(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_says_what_was_asked(checkpoint, tmp_path, capsys, traced_once):
+def test_the_command_says_what_was_asked(checkpoint, tmp_path, capsys, kvcap, traced_once):
     out = tmp_path / "x"
     given = argv("export decoder {} -o {} --policy keydiff --dtype int4", checkpoint, out)
     given += argv("--budget-tokens 12 --block-size 4")
-    assert run([*given, *argv("--quick --json")]) == 0
-    assert json.loads(capsys.readouterr().out)["dtype"] == "int4"
+    assert kvcap.document(*given, *argv("--quick"))["dtype"] == "int4"
     assert json.loads((out / MANIFEST).read_text())["symmetric"] is False
     assert run(["export", "verify", str(out), "--quick"]) == 0
     capsys.readouterr()
-    assert run([*given, *argv("--positions true")]) == 2
-    assert "positions compact instead of true" in capsys.readouterr().err
+    assert "positions compact instead of true" in kvcap.refused(*given, *argv("--positions true"))
 
 
 def test_names_are_numbered_by_their_layer():

@@ -583,22 +583,21 @@ def test_types_have_the_names_that_people_use(dtype):
     assert (spec.dtype, spec.torch_dtype) == ("fp16", torch.float16)
 
 
-def test_the_commands(tmp_path, capsys):
+def test_the_commands(tmp_path, capsys, kvcap):
     assert run(["export", "scorer", "tova", *SMALL, "-o", str(tmp_path), "--quick"]) == 0
     assert "tova.score.naive.fp32.onnx" in capsys.readouterr().out
-    given = argv("--window 4 --policy-option pool=avg --json --quick -o {}", tmp_path)
-    assert run(["export", "scorer", "snapkv", *SMALL, *given]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    given = argv("--window 4 --policy-option pool=avg --quick -o {}", tmp_path)
+    printed = kvcap.document("export", "scorer", "snapkv", *SMALL, *given)
     assert manifest_of(Path(printed["graph"]))["policy"]["parameters"]["window"] == 4
     assert run(["export", "verify", str(tmp_path), "--quick", "--json"]) == 0
     assert [x["ok"] for x in json.loads(capsys.readouterr().out)] == [True, True]
 
 
-def test_exit_codes(copied, capsys, tmp_path):
-    assert run(["export", "scorer", "full"]) == 2
-    assert "never evicts" in capsys.readouterr().err
-    assert run(["export", "scorer", "snapkv", "--stage", "update"]) == 2
-    assert "choose --stage score or evict" in capsys.readouterr().err
+def test_exit_codes(copied, capsys, kvcap, tmp_path):
+    assert "never evicts" in kvcap.refused("export", "scorer", "full")
+    assert "choose --stage score or evict" in kvcap.refused(
+        "export", "scorer", "snapkv", "--stage", "update"
+    )
     assert run(["export", "scorer", "tova", "--dtype", "int8"]) == 2
     assert run(["export", "scorer", "tova", "--stage", "both"]) == 2
     assert run(["export", "scorer", "tova", "--heads", "9", "--kv-heads", "2"]) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from dataclasses import replace
@@ -238,7 +237,7 @@ def test_the_commands_of_a_page_measure_its_cells_and_no_others():
 # Compare
 
 
-def test_two_policies_are_compared_in_text_and_json(folder, capsys):
+def test_two_policies_are_compared_in_text_and_json(folder, capsys, kvcap):
     words = ["report", str(folder), "--compare", "keydiff,streaming_llm"]
     assert cli.run(words) == 0
     output = capsys.readouterr().out
@@ -251,16 +250,14 @@ def test_two_policies_are_compared_in_text_and_json(folder, capsys):
         ["true", "16"],
     ]
     assert table[2][4:6] == ["+0.80 (+0.38 to +0.94)", "0.0078"]
-    assert cli.run([*words, "--json"]) == 0
-    first, *others = json.loads(capsys.readouterr().out)
+    first, *others = kvcap.document(*words)
     assert len(others) == 3
     assert (first["first"], first["second"]) == ("keydiff", "streaming_llm")
     assert (first["task"], first["length"], first["budget"]) == ("niah_single", 64, 8)
     assert first["difference"] == pytest.approx(0.8)
     assert first["p_value"] == 2 / 2**8
     assert (first["samples"], first["first_higher"], first["second_higher"]) == (10, 8, 0)
-    assert cli.run([*words[:-1], "full,keydiff", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = kvcap.document(*words[:-1], "full,keydiff")
     assert [row["budget"] for row in printed] == [8, 16, 8, 16]  # full suits all
 
 
