@@ -99,10 +99,10 @@ def digest_in(path: str | os.PathLike[str]) -> str | None:
         check_plain(path)
         opened: Any = safe_open
         with opened(path, framework="np") as file:
-            found: str | None = (file.metadata() or {}).get("digest")
+            written: str | None = (file.metadata() or {}).get("digest")
     except (SafetensorError, OSError, ValueError):
         return None
-    return found
+    return written
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:

@@ -326,9 +326,9 @@ class Session:
 
         self._close()
         with interrupts_deferred():
-            found = digest_in(path)
+            written = digest_in(path)
             self.runtime.restore(self, path)
-            self.files[os.path.realpath(path)] = found
+            self.files[os.path.realpath(path)] = written
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save everything that the conversation needs to go on as if it had never stopped.
@@ -343,8 +343,8 @@ class Session:
         from kvcap.runtime.session.file import digest_in  # NumPy stands behind it
 
         with interrupts_deferred():
-            name, found = os.path.realpath(path), digest_in(path)
-            if found is not None and self.files.get(name, found) != found:
+            name, written = os.path.realpath(path), digest_in(path)
+            if written is not None and self.files.get(name, written) != written:
                 raise SessionNotSaved(
                     f"the session cannot be saved in {str(path)!r}, where another conversation was "
                     "saved meanwhile; give another file (in chat: /save FILE)"

@@ -392,9 +392,9 @@ def contents(session: Any, folder: Path) -> dict[str, bytes]:
     """Everything that a cache holds, in the order of its memory."""
     session.save(folder / "one")
     with SessionFile(folder / "one") as file:
-        found = {x: file.tensor(x).numpy().tobytes() for x in file.names if x != "draws"}
+        tensors = {x: file.tensor(x).numpy().tobytes() for x in file.names if x != "draws"}
     (folder / "one").unlink()
-    return found
+    return tensors
 
 
 def test_idle_conversations_leave_memory_and_come_back_to_the_bit(runtime, tmp_path):
