@@ -296,6 +296,8 @@ def fingerprint(model: Any) -> str:
         some = weight.detach()
         while some.dim() > 1:
             some = some[0]
+        if type(some) is not Tensor:  # torchao's rows have no views
+            some = some.dequantize()
         total.update(
             f"{name} {tuple(weight.shape)} {some.reshape(-1)[:4].float().tolist()}".encode()
         )

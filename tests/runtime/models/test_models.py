@@ -167,7 +167,7 @@ def test_a_trial_finds_what_the_list_says(family, monkeypatch):
         ("diffllama", r"layers 0 to 15 attend to something else"),
         ("doge", r"a mask of its own"),
         ("bart", r"no causal language model of it"),
-        ("bert", r"its positions are no rotation of keys"),
+        ("bert", r"its positions are no rotation of keys|code of their own"),
         ("mamba", r"names no layers with attention heads"),
     ],
 )
