@@ -244,7 +244,7 @@ class SavedConversations:
             with self._writing():
                 self._make_room(needed, name, "" if needed_file is None else needed_file.name)
                 self._write(session, name, needed, spared)
-            nbytes = os.stat(self.folder / name).st_size
+                nbytes = os.stat(self.folder / name).st_size  # before another makes room
         except (KvcapError, OSError) as error:
             self.dropped += 1
             log.warning("a conversation is not kept: %s", error)
