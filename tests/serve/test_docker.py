@@ -102,9 +102,9 @@ def test_what_is_copied_is_what_is_installed():
 
 @pytest.mark.slow
 def test_its_steps_make_a_server_that_answers(tmp_path):
-    """In a fresh environment, which sees the packages of this one: torch is not installed twice.
+    """Run its steps in a new environment that sees this one's packages, so torch comes once.
 
-    Nor are pip and what builds wheels, which scripts/build-check does by itself.
+    Pip and what builds wheels are not installed anew, either: scripts/build-check does so.
     """
     source, made = tmp_path / "source", tmp_path / "kvcap"
     for name in (ROOT / "docker" / "Dockerfile.dockerignore").read_text().splitlines():

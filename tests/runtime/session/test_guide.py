@@ -88,7 +88,7 @@ TRICKY: dict[str, Any] = {
 
 
 def with_bytes() -> Tokenizer:
-    """As SentencePiece's are, with tokens of several letters of JSON."""
+    """Return a tokenizer as SentencePiece has them, with tokens of several letters of JSON."""
     tokenizer = gemma_like(("{", '"'), ('"', ":"), ('"', ","), ('"', "}"))
     tokenizer.add_tokens([AddedToken("<tool_call>", normalized=False)])  # a text like any other
     return tokenizer

@@ -105,7 +105,7 @@ def with_changed(runtime: Any, change: Callable[[Any], Any]) -> None:
 
 
 def test_a_stop_string_that_only_the_end_of_the_answer_completes():
-    """Of a letter that was begun, U+FFFD is left; what is before the string has its tokens."""
+    """Leave U+FFFD of a letter that was begun; what is before the string keeps its tokens."""
     known = byte_level()
     engine = ToyEngine(64, tokenizer=Wrapped(known))
     names = iter([known.token_to_id(name) for name in ("b", "a", "Ã")])
