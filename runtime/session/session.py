@@ -343,8 +343,8 @@ class Session:
         from kvcap.runtime.session.file import digest_in  # NumPy stands behind it
 
         with interrupts_deferred():
-            name, written = os.path.realpath(path), digest_in(path)
-            if written is not None and self.files.get(name, written) != written:
+            name = os.path.realpath(path)
+            if name in self.files and digest_in(path) not in (None, self.files[name]):
                 raise SessionNotSaved(
                     f"the session cannot be saved in {str(path)!r}, where another conversation was "
                     "saved meanwhile; give another file (in chat: /save FILE)"
